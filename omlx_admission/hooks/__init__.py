@@ -1,0 +1,1 @@
+"""The only places that touch oMLX: one file per patched module, wrappers only."""

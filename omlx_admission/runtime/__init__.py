@@ -1,0 +1,1 @@
+"""The only places that wait, thin over :mod:`omlx_admission.policy`."""

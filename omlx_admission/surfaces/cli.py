@@ -1,0 +1,63 @@
+"""``omlx-admission``: one subcommand per module, imported only when asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from omlx_admission import __version__
+
+# name -> (module with add_arguments(parser) and run(args) -> int, one-line help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": (
+        "omlx_admission.surfaces.doctor",
+        "say which oMLX was found and what is patched in it, without starting a server",
+    ),
+    "demo": (
+        "omlx_admission.surfaces.demo",
+        "stock and patched side by side on three tiny models",
+    ),
+}
+
+
+class CommandError(Exception):
+    """A user's mistake or a missing piece: shown as one line, exit status 2."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; subcommand modules are not imported yet."""
+    parser = argparse.ArgumentParser(
+        prog="omlx-admission",
+        description="Cross-model admission for oMLX: queue, drain, swap, serve.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_module, text) in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status; 2 means the call itself was wrong."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    known, rest = build_parser().parse_known_args(arguments)
+    module_name, text = COMMANDS[known.command]
+    try:
+        module = importlib.import_module(module_name)
+        parser = argparse.ArgumentParser(
+            prog=f"omlx-admission {known.command}", description=text
+        )
+        module.add_arguments(parser)
+        return int(module.run(parser.parse_args(rest)))
+    except CommandError as error:
+        print(f"omlx-admission {known.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"omlx-admission {known.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
