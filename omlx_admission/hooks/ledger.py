@@ -1,0 +1,85 @@
+"""What was changed in oMLX, so that it can be undone exactly.
+
+A patch records the raw attribute it replaced (from the class ``__dict__``, so
+static and class methods survive) and undo puts that very object back, newest
+first, and only where our wrapper is still in place: another tool may have
+wrapped after us, and peeling would remove its layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import wrapt
+
+logger = logging.getLogger("omlx.admission")
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    parent: Any
+    attribute: str
+    original: Any
+    ours: Any
+
+
+@dataclass
+class Ledger:
+    """The changes of one feature: all of them or none."""
+
+    feature: str
+    _entries: list[_Entry] = field(default_factory=list)
+    _undo_actions: list[Callable[[], None]] = field(default_factory=list)
+
+    def wrap(self, module: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Wrap ``module.name`` (dotted) with a wrapt wrapper and remember the original.
+
+        Raises:
+            RuntimeError: this package has wrapped it already.
+            AttributeError: there is no such attribute.
+        """
+        parent, attribute, _ = wrapt.resolve_path(module, name)
+        original = vars(parent).get(attribute, _MISSING)
+        if getattr(original, "_self_wrapper", None) is wrapper:
+            raise RuntimeError(f"{name} is wrapped already")
+        ours = wrapt.wrap_function_wrapper(module, name, wrapper)
+        # Read it back: the object in the class dictionary is what undo compares with.
+        ours = vars(parent).get(attribute, ours)
+        self._entries.append(_Entry(parent, attribute, original, ours))
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Run ``action`` when the feature is undone (for changes that are no attribute)."""
+        self._undo_actions.append(action)
+
+    @property
+    def wrapped(self) -> list[str]:
+        """Dotted names that are wrapped now, in order."""
+        return [
+            f"{getattr(e.parent, '__module__', None) or e.parent.__name__}"
+            f":{getattr(e.parent, '__qualname__', '')}.{e.attribute}".replace(":.", ":")
+            for e in self._entries
+        ]
+
+    def undo(self) -> list[str]:
+        """Restore every original; return the names that somebody else has wrapped since."""
+        left: list[str] = []
+        while self._undo_actions:
+            self._undo_actions.pop()()
+        while self._entries:
+            entry = self._entries.pop()
+            if vars(entry.parent).get(entry.attribute, _MISSING) is not entry.ours:
+                left.append(entry.attribute)
+            elif entry.original is _MISSING:
+                delattr(entry.parent, entry.attribute)
+            else:
+                setattr(entry.parent, entry.attribute, entry.original)
+        if left:
+            logger.warning(
+                "admission: %s stays wrapped by another tool, not undone", ", ".join(left)
+            )
+        return left

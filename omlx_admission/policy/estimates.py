@@ -1,0 +1,86 @@
+"""Swap and drain times of each model, from what was observed; and the two dials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: Seconds per byte of a load before anything was observed: 2 GB/s, the rate of
+#: the 19.19 GB load in 9.7 s reported in oMLX issue 1970.
+PRIOR_SECONDS_PER_BYTE = 1 / 2e9
+
+#: Weight of a new observation. Loads vary with the page cache, so neither the
+#: first (cold) nor the last one alone should decide.
+_WEIGHT = 0.3
+
+#: Seconds assumed for an unload before one was seen: oMLX's own settle loop
+#: rounds take 0.5 s.
+_PRIOR_UNLOAD_S = 0.5
+
+#: Seconds assumed until a busy model is idle before one was seen draining.
+_PRIOR_DRAIN_S = 5.0
+
+
+@dataclass(slots=True)
+class Estimates:
+    """Moving averages in seconds, per model; safe to ask about a model never seen."""
+
+    seconds_per_byte: float = PRIOR_SECONDS_PER_BYTE
+    _swaps: dict[str, float] = field(default_factory=dict)
+    _drains: dict[str, float] = field(default_factory=dict)
+
+    def saw_swap(self, model: str, seconds: float) -> None:
+        """``model`` was resident ``seconds`` after it was asked for, evictions included."""
+        _blend(self._swaps, model, seconds)
+
+    def saw_drain(self, model: str, seconds: float) -> None:
+        """A busy ``model`` took ``seconds`` from the closing of its gate to idle."""
+        _blend(self._drains, model, seconds)
+
+    def swap(self, model: str, size: int) -> float:
+        """Seconds from idle victims to ``model`` of ``size`` bytes resident."""
+        return self._swaps.get(model, _PRIOR_UNLOAD_S + size * self.seconds_per_byte)
+
+    def drain(self, model: str) -> float:
+        """Seconds until a busy ``model`` is idle once it takes no new requests."""
+        return self._drains.get(model, _PRIOR_DRAIN_S)
+
+
+def _blend(store: dict[str, float], key: str, seconds: float) -> None:
+    old = store.get(key)
+    store[key] = seconds if old is None else old + _WEIGHT * (seconds - old)
+
+
+@dataclass(frozen=True, slots=True)
+class Dials:
+    """The two dials of the policy; ``None`` is automatic.
+
+    Attributes:
+        max_age: W, the age in seconds at which a waiter closes the gate.
+        linger: h, how many seconds an idle model that keeps coming back is kept.
+        budget: the wait budget; both dials stay well below it.
+    """
+
+    max_age: float | None = None
+    linger: float | None = None
+    budget: float = 300.0
+
+    def age_for(self, swap: float) -> float:
+        """W for a target whose swap takes ``swap`` seconds: max(30, 10 swaps).
+
+        With W of two swaps the policy still thrashes; four to twelve are right
+        (figures in ``benchmarks/``). Half the budget leaves room for the drain
+        and the load.
+        """
+        if self.max_age is not None:
+            return self.max_age
+        return min(max(30.0, 10.0 * swap), self.budget / 2)
+
+    def linger_for(self, swap: float) -> float:
+        """h for a victim whose way back takes ``swap`` seconds: half of it, 1 to 15.
+
+        Waiting up to one switch cost is the ski-rental rule: never more than
+        twice what a clairvoyant would have paid.
+        """
+        if self.linger is not None:
+            return self.linger
+        return min(max(1.0, swap / 2), 15.0, self.budget / 4)

@@ -1,0 +1,166 @@
+"""The words of the policy: targets, waiters, what the pool looks like, what to do.
+
+Sizes are bytes, times are seconds of one monotonic clock chosen by the caller.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request wants resident: a model, in one load-time settings variant.
+
+    Keyed by model id, never by a pool entry: a rescan replaces entries.
+    ``variant`` is opaque; ``None`` is the model's own settings.
+    """
+
+    model: str
+    variant: Hashable = None
+
+
+class Outcome(enum.Enum):
+    """How a waiter ended. Every waiter ends exactly once."""
+
+    WAITING = "waiting"
+    GRANTED = "granted"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    FAILED = "failed"
+    SHUT_DOWN = "shut down"
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One request in the queue. ``context`` belongs to the caller."""
+
+    sequence: int
+    target: Target
+    size: int
+    enqueued: float
+    deadline: float
+    context: object = None
+    outcome: Outcome = Outcome.WAITING
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """One model that holds memory, as the pool sees it at this instant."""
+
+    model: str
+    size: int
+    variant: Hashable = None
+    busy: bool = False
+    leases: int = 0
+    pinned: bool = False
+    loading: bool = False
+    unloading: bool = False
+    last_used: float = 0.0
+
+    @property
+    def target(self) -> Target:
+        """What this model serves as it is loaded now."""
+        return Target(self.model, self.variant)
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it may be asked to leave, at once or after a drain."""
+        return not (self.pinned or self.loading or self.unloading)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The pool at one instant.
+
+    Attributes:
+        models: models that hold memory: resident, loading or unloading.
+        ready: targets that could be served at once (resident, right variant,
+            neither loading nor unloading).
+        unknown: targets whose model is no longer registered.
+        ceiling: most bytes that models may hold; 0 is no limit.
+        used: bytes in use as admission counts them, residue included.
+        committed: bytes in use without reclaimable residue of unloaded models.
+        never_refuse: the memory guard is off: evict as well as possible, then load.
+        max_models: most models loaded, loading or unloading; 0 is no limit.
+    """
+
+    models: Mapping[str, ModelView]
+    ready: frozenset[Target] = frozenset()
+    unknown: frozenset[Target] = frozenset()
+    ceiling: int = 0
+    used: int = 0
+    committed: int = 0
+    never_refuse: bool = False
+    max_models: int = 0
+
+
+EMPTY_VIEW = PoolView(models=MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """These waiters may use their model now; take their leases in this step."""
+
+    target: Target
+    waiters: tuple[Waiter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """These busy models take no new requests until they are idle, then leave."""
+
+    models: tuple[str, ...]
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Undrain:
+    """The drain of these models is withdrawn; they serve on."""
+
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Evict ``victims`` (all idle) and load ``target``; report with ``load_ended``."""
+
+    target: Target
+    victims: tuple[str, ...]
+
+
+class RefusalReason(enum.Enum):
+    """Why a waiter is refused by the policy itself."""
+
+    NEVER_FITS = "never fits"
+    NOT_FOUND = "not found"
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """These waiters end now for ``reason``."""
+
+    target: Target
+    waiters: tuple[Waiter, ...]
+    reason: RefusalReason
+
+
+Action = Grant | Drain | Undrain | Load | Refuse
+
+
+@dataclass(slots=True)
+class Swap:
+    """One transition: it drains busy victims first, or it loads."""
+
+    target: Target
+    size: int
+    victims: tuple[str, ...]
+    started: float
+    reason: str
+    loading: bool = False
+    load_started: float = 0.0
+    drained: set[str] = field(default_factory=set)
