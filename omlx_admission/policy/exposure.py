@@ -127,7 +127,8 @@ class Exposure:
         self._cell = Cell(0, 0, serialised)
         self._record = Record()
         self._names: set[str] = set()
-        self._reported: dict[tuple[str, GpuFault], float] = {}
+        # (engine, class) -> when last reported, and whether the engine held a long request
+        self._reported: dict[tuple[str, GpuFault], tuple[float, bool]] = {}
         self._last_lockup = -math.inf
 
     def busy(self, engine: str, now: float, *, longest: int = 0) -> None:
@@ -165,19 +166,22 @@ class Exposure:
         have turned idle by the time the second one speaks.
         """
         self._advance(now)
-        for known, at in list(self._reported.items()):
-            if now - at > EVENT_WINDOW_S:
+        for known, (at, _) in list(self._reported.items()):
+            if now - at >= EVENT_WINDOW_S:
                 del self._reported[known]
+        _, was_long = self._reported.get((engine, fault), (now, False))
         repeat = (engine, fault) in self._reported
-        self._reported[engine, fault] = now
-        involved = set(self._busy) | {name for name, _ in self._reported}
-        long = sum(self._busy.values())
-        cell = Cell(min(len(involved), 2), min(long, 2), self._serialised)
+        self._reported[engine, fault] = (now, self._busy.get(engine, was_long))
+        involved = dict.fromkeys((name for name, _ in self._reported), False)
+        for (name, _), (_, long) in self._reported.items():
+            involved[name] |= long
+        involved.update(self._busy)
+        cell = Cell(min(len(involved), 2), min(sum(involved.values()), 2), self._serialised)
         if not repeat:
             where = (fault, _bounded(engine, self._names), cell)
             self._record.faults[where] = self._record.faults.get(where, 0) + 1
         if fault.is_lockup:
-            if now - self._last_lockup > EVENT_WINDOW_S:
+            if now - self._last_lockup >= EVENT_WINDOW_S:
                 self._record.lockups[cell] = self._record.lockups.get(cell, 0) + 1
             self._last_lockup = now
         return not repeat
@@ -283,9 +287,9 @@ def hours_needed(
 
     Without a fault this is ``factor * hours * (alpha ** (-1 / faults) - 1)``. For nine
     faults in 6.9 h it gives the figures of reports §2: 2.7 h for p < 0.05, 4.6 h for
-    p < 0.01, and for a reduction of at least five times 13.6 h, the "14" of
-    "11.5 to 14 h". Taking the former rate as known instead gives 2.3 h and 3.5 h, which
-    are not the report's figures: see `hours_needed_known_rate` for its 11.5.
+    p < 0.01, and for a reduction of at least five times 13.6 h, within the report's
+    "11.5 to 14 h". Taking the former rate as known instead would give 2.3 h and 3.5 h,
+    which are not the report's first two figures: see `hours_needed_known_rate`.
 
     ValueError where ``faults`` is 0: nothing can be shown to be rarer than never.
     """
@@ -311,8 +315,10 @@ def hours_needed_known_rate(
     """Fault-free hours after which, were the former rate exactly ``faults / hours``, none
     at ``1 / factor`` of it has a chance of ``alpha``: ``-ln(alpha) * factor * hours / faults``.
 
-    The optimistic end: it leaves out how uncertain the former rate is. For nine faults in
-    6.9 h and a factor of five at 0.05 it gives 11.5 h, the lower figure of reports §2.
+    It leaves out how uncertain the former rate is. For nine faults in 6.9 h and a factor of
+    five it gives 11.5 h at 0.05 and 14.1 h at 0.025 (0.05 split over both sides): the ends
+    of the "11.5 to 14 h" in reports §2, with the 13.6 h of `hours_needed` between them.
+    The report does not say how it was computed; its upper end, rounded, may be either.
     """
     if faults <= 0 or hours <= 0.0 or not 0.0 < alpha < 1.0 or factor <= 0.0:
         raise ValueError("needs at least one fault, positive hours and alpha between 0 and 1")
