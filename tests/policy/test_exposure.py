@@ -235,3 +235,19 @@ def test_the_order_and_grouping_of_a_merge_do_not_matter(
 ) -> None:
     whole = merged(records)
     assert merged([merged(records[cut:]), merged(records[:cut])]) == whole
+
+
+def test_the_bound_on_names_starts_afresh_with_each_record() -> None:
+    e = Exposure(0.0)
+    for n in range(MAX_ENGINES + 5):
+        e.busy(str(n), float(n))
+        e.idle(str(n), n + 1.0)
+    e.take(100.0)
+    e.busy("new", 100.0)
+    record = e.take(101.0)
+    assert record.names() == {"new"}
+    # `OTHER` takes no engine's place.
+    crowd = Record(engines={(str(n), 1, False): 1.0 for n in range(MAX_ENGINES - 1)})
+    crowd.add(Record(engines={(OTHER, 1, False): 1.0}))
+    crowd.add(record)
+    assert "new" in crowd.names()
