@@ -306,9 +306,8 @@ def test_compaction_keeps_newer_lines_and_counts_what_it_drops(tmp_path: Path) -
     assert newer in data and b"garbage" not in data
     ledger = read(path)
     assert sum(each.dropped for each in ledger.lines) == 4
-    assert ledger.problems == [
-        f"line {len(ledger.lines) + 1} is left out: schema 2, written by a newer omlx-admission"
-    ]
+    (problem,) = ledger.problems
+    assert problem.endswith("is left out: schema 2, written by a newer omlx-admission")
 
 
 def test_a_failing_compaction_writes_no_line_twice(
