@@ -277,6 +277,15 @@ def test_versions_stay_apart_until_they_cannot(tmp_path: Path) -> None:
     assert ledger.lines[0].versions == V._replace(omlx="several")
 
 
+def test_versions_seen_last_are_given_up_last() -> None:
+    other = V._replace(mlx="0.33")
+    summed = exposure_file._by_versions([line(1.0), line(2.0, versions=other), line(4.0)], 0)
+    assert [(each.versions, each.record.seconds[TWO]) for each in summed] == [
+        (other, 2.0),
+        (V, 5.0),
+    ]
+
+
 def test_engine_names_give_way_last_and_sums_stay(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     file = ExposureFile(path, max_bytes=16 * 1024)
@@ -488,8 +497,11 @@ def test_begin_and_end_are_noted_and_the_thread_ends(tmp_path: Path, clock: Cloc
         assert names.count("omlx-admission-exposure") == 1
         r.close()
         r.close()
+    r.start()  # and once more
+    assert r._thread is not None and not r._stop.is_set()
+    r.close()
     lines = read(path).lines
-    assert (sum(each.starts for each in lines), sum(each.stops for each in lines)) == (2, 2)
+    assert (sum(each.starts for each in lines), sum(each.stops for each in lines)) == (3, 3)
     assert "omlx-admission-exposure" not in [t.name for t in threading.enumerate()]
 
 
