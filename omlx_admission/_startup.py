@@ -49,4 +49,4 @@ def main() -> None:
     _started = True
     if os.environ.get("OMLX_ADMISSION", "1").strip().lower() in OFF_WORDS:
         return
-    sys.meta_path.insert(0, OmlxFinder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, OmlxFinder())

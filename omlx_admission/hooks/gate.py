@@ -38,15 +38,16 @@ class Kind(enum.Enum):
 class Need:
     """One name that a hook relies on.
 
-    ``params`` are the leading parameter names in order, ``self`` left out.
-    With ``exact`` nothing may follow them; otherwise further parameters are
-    fine as long as they have defaults, because wrappers pass them through.
+    ``params`` are the leading parameter names in order, ``self`` left out;
+    None means that the hook passes whatever there is. With ``exact`` nothing
+    may follow them; otherwise further parameters are fine as long as they have
+    defaults, because wrappers pass them through.
     """
 
     module: str
     name: str
     kind: Kind
-    params: tuple[str, ...] = ()
+    params: tuple[str, ...] | None = None
     exact: bool = False
 
     def __str__(self) -> str:
@@ -230,12 +231,14 @@ def _shape_problem(need: Need, node: ast.AST) -> str | None:
     }.get(type(node), Kind.VALUE)
     if actual is not need.kind:
         return f"{need} is a {actual.value}, expected a {need.kind.value}"
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return _parameter_problem(need, node)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and need.params is not None:
+        return _parameter_problem(need, need.params, node)
     return None
 
 
-def _parameter_problem(need: Need, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
+def _parameter_problem(
+    need: Need, params: tuple[str, ...], node: ast.FunctionDef | ast.AsyncFunctionDef
+) -> str | None:
     arguments = node.args
     positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
     required = len(positional) - len(arguments.defaults)
@@ -243,14 +246,14 @@ def _parameter_problem(need: Need, node: ast.FunctionDef | ast.AsyncFunctionDef)
         positional, required = positional[1:], required - 1
     keyword = [a.arg for a in arguments.kwonlyargs]
     known = (*positional, *keyword)
-    if known[: len(need.params)] != need.params:
-        return f"{need} takes ({', '.join(known)}), expected ({', '.join(need.params)})"
-    if need.exact and (len(known) > len(need.params) or arguments.vararg or arguments.kwarg):
-        return f"{need} takes more than ({', '.join(need.params)})"
-    unknown_required = positional[len(need.params) : required] + [
+    if known[: len(params)] != params:
+        return f"{need} takes ({', '.join(known)}), expected ({', '.join(params)})"
+    if need.exact and (len(known) > len(params) or arguments.vararg or arguments.kwarg):
+        return f"{need} takes more than ({', '.join(params)})"
+    unknown_required = positional[len(params) : required] + [
         a.arg
         for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is None and a.arg not in need.params
+        if default is None and a.arg not in params
     ]
     if unknown_required:
         return f"{need} requires the unknown ({', '.join(unknown_required)})"

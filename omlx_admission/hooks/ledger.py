@@ -30,9 +30,8 @@ class _Entry:
 
 @dataclass
 class Ledger:
-    """The changes of one feature: all of them or none."""
+    """The changes of this process, in order; wrappers lie round each other, so all go at once."""
 
-    feature: str
     _entries: list[_Entry] = field(default_factory=list)
     _undo_actions: list[Callable[[], None]] = field(default_factory=list)
 

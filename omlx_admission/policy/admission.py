@@ -105,6 +105,11 @@ class AdmissionPolicy:
         """Targets that somebody waits for, oldest head first."""
         return tuple(sorted(self._queues, key=lambda t: self._queues[t].head.sequence))
 
+    def head(self, target: Target) -> Waiter | None:
+        """The first waiter for ``target``, None if nobody waits for it."""
+        queue = self._queues.get(target)
+        return queue.head if queue else None
+
     def waiters(self, target: Target) -> tuple[Waiter, ...]:
         """Who waits for ``target``, in order."""
         queue = self._queues.get(target)
@@ -117,6 +122,39 @@ class AdmissionPolicy:
             return 0
         mine = queue.head.sequence
         return sum(1 for q in self._queues.values() if q.head.sequence < mine)
+
+    def estimate(self, target: Target, size: int, view: PoolView, now: float) -> float:
+        """Seconds until ``target`` could be served if it were asked for now.
+
+        The transition in progress, then every model whose head is older with its
+        drain and swap, then its own; a guess that is refined by what is observed.
+        """
+        if target in view.ready and target.model not in self.gated:
+            return 0.0
+        total = 0.0
+        for load in (self.swap, self.side):
+            if load is None:
+                continue
+            swap = self.estimates.swap(load.target.model, load.size)
+            if load.loading:
+                total += max(0.0, swap - (now - load.load_started))
+            else:
+                drain = max((self.estimates.drain(v) for v in load.victims), default=0.0)
+                total += max(0.0, drain - (now - load.started)) + swap
+            if load.target == target:
+                return total
+        for other in self.targets:
+            if other == target or self._is_loading(other) or other in view.ready:
+                continue
+            if self.swap is not None and self.swap.target == other:
+                continue
+            other_size = self._queues[other].head.size
+            total += self.estimates.swap(other.model, other_size)
+            total += self.estimates.drain(other.model)
+        busy = [m.model for m in view.models.values() if m.busy and m.model != target.model]
+        if busy and plan(target, size, view).kind is not PlanKind.FITS:
+            total += max(self.estimates.drain(m) for m in busy)
+        return total + self.estimates.swap(target.model, size)
 
     # -- events -------------------------------------------------------------
 

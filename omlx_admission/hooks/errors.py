@@ -1,0 +1,84 @@
+"""Right answers: 503 with ``Retry-After`` for what passes, 507 for what does not.
+
+The middleware gives every route the same truth about a refusal, whatever the
+route made of the exception: oMLX's HTTPException handler drops headers, speech
+and load routes answer 500, the default-model fallback 404.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omlx_admission.hooks import resident
+from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.runtime import request as requests
+from omlx_admission.runtime.refusal import Refusal, retry_after
+
+SERVER = "omlx.server"
+
+NEEDS = (
+    Need(SERVER, "app", Kind.VALUE),
+    resident.GET_ENGINE,
+    Need("omlx.exceptions", "SchedulerQueueFullError", Kind.CLASS),
+)
+
+#: Seconds of a Retry-After where the queue, which could estimate it, is off.
+_GUESS_S = 5.0
+
+
+async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+    """Remember why stock refused, for the middleware; the error itself stays stock's.
+
+    With the queue on, its loads run outside every request and nothing is
+    remembered here: the queue says itself why a request ends.
+    """
+    request = requests.current.get()
+    if request is None or request.ended:
+        return await wrapped(*args, **kwargs)
+    try:
+        engine = await wrapped(*args, **kwargs)
+    except Exception as error:
+        request.refusal = refusal_of(error)
+        raise
+    request.refusal = None
+    return engine
+
+
+def refusal_of(error: Exception) -> Refusal | None:
+    """What a stock pool error means for the client; None where stock's own answer is right."""
+    from omlx import exceptions
+
+    text = str(error)
+    if isinstance(error, exceptions.ModelTooLargeError):
+        return Refusal(507, "model_too_large", text)
+    if isinstance(
+        error,
+        exceptions.InsufficientMemoryError
+        | exceptions.ModelBusyError
+        | exceptions.ModelLoadingError,
+    ):
+        return Refusal(503, "model_busy", text, retry_after(_GUESS_S))
+    return None
+
+
+def apply_pool(module: Any, ledger: Ledger) -> None:
+    """Wrap ``get_engine`` innermost."""
+    ledger.wrap(module, "EnginePool.get_engine", get_engine)
+
+
+def apply_server(module: Any, ledger: Ledger) -> None:
+    """Put the middleware into the application, whose stack is not built yet.
+
+    Raises:
+        RuntimeError: the application is running already.
+    """
+    app = module.app
+    app.add_middleware(requests.RequestMiddleware)
+
+    def remove() -> None:
+        app.user_middleware[:] = [
+            m for m in app.user_middleware if m.cls is not requests.RequestMiddleware
+        ]
+
+    ledger.on_undo(remove)

@@ -1,0 +1,87 @@
+"""The register: every feature, its variable, what it needs of oMLX and how it is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from omlx_admission.hooks import errors, queue, resident
+from omlx_admission.hooks.gate import Need
+from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.settings import Settings
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which features are to be applied, known before the first one is."""
+
+    settings: Settings
+    features: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One piece of a feature: applied when ``module`` has been imported, in this order."""
+
+    feature: str
+    module: str
+    apply: Callable[[Any, Ledger, Wanted], None]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One switchable feature. All of its parts are applied, or none."""
+
+    name: str
+    variable: str
+    field: str
+    summary: str
+    needs: tuple[Need, ...]
+    native: tuple[Need, ...] = ()
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "resident",
+        "OMLX_ADMISSION_RESIDENT_PATH",
+        "resident_path",
+        "requests for a loaded model never wait on another load or unload",
+        resident.NEEDS,
+        resident.NATIVE,
+    ),
+    Feature(
+        "queue",
+        "OMLX_ADMISSION_QUEUE",
+        "queue",
+        "requests for other models queue, the busy model drains, then they are served",
+        queue.NEEDS,
+    ),
+    Feature(
+        "errors",
+        "OMLX_ADMISSION_ERRORS",
+        "errors",
+        "503 with Retry-After for what passes, 507 for what never fits; watches for "
+        "clients that leave while they wait",
+        errors.NEEDS,
+    ),
+)
+
+#: Innermost wrapper first: the resident path meets a request before the queue,
+#: the queue before stock.
+PARTS: tuple[Part, ...] = (
+    Part("errors", resident.POOL, lambda m, ledger, _w: errors.apply_pool(m, ledger)),
+    Part("resident", resident.POOL, lambda m, ledger, _w: resident.apply_inner(m, ledger)),
+    Part(
+        "queue",
+        resident.POOL,
+        lambda m, ledger, w: queue.apply(
+            m, ledger, w.settings, with_resident="resident" in w.features
+        ),
+    ),
+    Part("resident", resident.POOL, lambda m, ledger, _w: resident.apply_outer(m, ledger)),
+    Part("errors", errors.SERVER, lambda m, ledger, _w: errors.apply_server(m, ledger)),
+)
+
+#: Modules to wait for.
+MODULES: tuple[str, ...] = tuple(dict.fromkeys(part.module for part in PARTS))

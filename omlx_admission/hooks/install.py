@@ -1,0 +1,206 @@
+"""Decide once, apply as oMLX's modules are imported, undo, and say what happened."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import wrapt
+
+from omlx_admission import settings as settings_module
+from omlx_admission.hooks import gate
+from omlx_admission.hooks.features import FEATURES, MODULES, PARTS, Feature, Part, Wanted
+from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.settings import Settings
+
+logger = logging.getLogger("omlx.admission")
+
+
+class State(enum.Enum):
+    """What became of a feature."""
+
+    APPLIED = "applied"
+    READY = "ready"  # fits; its modules are not imported in this process
+    NATIVE = "native"  # oMLX does it itself
+    OFF = "off"  # switched off by its variable
+    REFUSED = "refused"  # this oMLX lacks something it needs
+    FAILED = "failed"  # applying it raised; undone
+
+
+@dataclass
+class Verdict:
+    """One feature: its state, the reasons, and what is wrapped for it."""
+
+    feature: Feature
+    state: State
+    reasons: list[str] = field(default_factory=list)
+    wrapped: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """The whole decision for one oMLX."""
+
+    found: gate.Found | None
+    problem: str | None
+    verdicts: list[Verdict]
+    settings: Settings
+    setting_problems: list[str]
+
+    def verdict(self, feature: str) -> Verdict:
+        """The verdict on one feature by name."""
+        return next(v for v in self.verdicts if v.feature.name == feature)
+
+
+def decide(source: Path | None = None, settings: Settings | None = None) -> Report:
+    """Decide for the oMLX in ``source`` (or in this Python); imports and changes nothing."""
+    problems: list[str] = []
+    if settings is None:
+        settings, problems = settings_module.load()
+    try:
+        found = gate.find(source)
+    except gate.NoOmlx as error:
+        verdicts = [Verdict(f, State.REFUSED, [str(error)]) for f in FEATURES]
+        return Report(None, str(error), verdicts, settings, problems)
+    problem = gate.version_problem(found.version)
+    code = gate.Source(found)
+    verdicts = [_verdict(f, settings, problem, code) for f in FEATURES]
+    return Report(found, problem, verdicts, settings, problems)
+
+
+def _verdict(
+    feature: Feature, settings: Settings, problem: str | None, code: gate.Source
+) -> Verdict:
+    if not settings.enabled:
+        return Verdict(feature, State.OFF, ["OMLX_ADMISSION=0"])
+    if not getattr(settings, feature.field):
+        return Verdict(feature, State.OFF, [f"{feature.variable}=0"])
+    if problem is not None:
+        return Verdict(feature, State.REFUSED, [problem])
+    if code.has(feature.native):
+        return Verdict(feature, State.NATIVE, ["this oMLX does it itself"])
+    missing = code.problems(feature.needs)
+    if missing:
+        return Verdict(feature, State.REFUSED, missing)
+    return Verdict(feature, State.READY)
+
+
+class Installer:
+    """Applies one report in this process. Thread-safe; imports may run in any thread."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self._lock = threading.RLock()
+        self._applied_modules: set[str] = set()
+        self._ledger = Ledger()
+        names = frozenset(v.feature.name for v in report.verdicts if v.state is State.READY)
+        self._wanted = Wanted(report.settings, names)
+        self._missing_parts = {
+            name: [p.module for p in PARTS if p.feature == name] for name in names
+        }
+
+    def on_import(self, module: Any) -> None:
+        """Apply all parts that belong to ``module``; never raises but for STRICT."""
+        with self._lock:
+            if module.__name__ in self._applied_modules:
+                return
+            self._applied_modules.add(module.__name__)
+            for part in PARTS:
+                if part.module == module.__name__:
+                    self._apply(part, module)
+        self._strict()
+
+    def _apply(self, part: Part, module: Any) -> None:
+        name = part.feature
+        verdict = self.report.verdict(name)
+        if verdict.state not in (State.READY, State.APPLIED):
+            return
+        try:
+            before = len(self._ledger.wrapped)
+            part.apply(module, self._ledger, self._wanted)
+            verdict.wrapped += self._ledger.wrapped[before:]
+        except Exception as error:
+            logger.exception("admission: applying '%s' failed; oMLX runs stock", name)
+            # The wrappers lie round each other: a feature cannot be taken out of
+            # the middle, and half a stack is what no test has ever run.
+            self.undo(f"applying '{name}' raised {error!r}")
+            return
+        self._missing_parts[name].remove(part.module)
+        if not self._missing_parts[name]:
+            verdict.state = State.APPLIED
+
+    def undo(self, reason: str = "undone") -> None:
+        """Put oMLX back as it was, all features."""
+        with self._lock:
+            self._ledger.undo()
+            for verdict in self.report.verdicts:
+                if verdict.state in (State.APPLIED, State.READY):
+                    verdict.state = State.FAILED
+                    verdict.reasons = [reason]
+                    verdict.wrapped = []
+
+    def _strict(self) -> None:
+        if not self.report.settings.strict:
+            return
+        reasons = list(self.report.setting_problems)
+        for verdict in self.report.verdicts:
+            if verdict.state in (State.REFUSED, State.FAILED):
+                reasons.append(f"{verdict.feature.name}: {'; '.join(verdict.reasons)}")
+        if reasons:
+            sys.exit("omlx-admission: OMLX_ADMISSION_STRICT=1 and " + "; ".join(reasons))
+
+
+_installer: Installer | None = None
+
+
+def register() -> None:
+    """Decide for the oMLX of this Python and hook the import of its modules.
+
+    Called by the ``.pth`` line's finder when ``omlx`` is about to be imported.
+    """
+    global _installer
+    if _installer is not None:
+        return
+    report = decide()
+    _installer = installer = Installer(report)
+    _announce(report)
+
+    def hook(module: Any) -> None:
+        installer.on_import(module)
+
+    for name in MODULES:
+        wrapt.register_post_import_hook(hook, name)
+
+
+def current() -> Report | None:
+    """What was decided in this process, None before ``omlx`` was imported."""
+    return _installer.report if _installer is not None else None
+
+
+def undo() -> None:
+    """Undo everything in this process."""
+    if _installer is not None:
+        _installer.undo()
+
+
+def _announce(report: Report) -> None:
+    """One line for what is wrong; nothing where all is well (the server logs later)."""
+    for line in _lines(report):
+        logger.warning("admission: %s", line)
+
+
+def _lines(report: Report) -> Iterable[str]:
+    yield from report.setting_problems
+    if report.problem is not None:
+        yield f"not active, oMLX runs stock: {report.problem}"
+        return
+    for verdict in report.verdicts:
+        if verdict.state is State.REFUSED:
+            reasons = "; ".join(verdict.reasons)
+            yield f"'{verdict.feature.name}' is off, oMLX runs stock there: {reasons}"

@@ -1,0 +1,317 @@
+"""The real pool as the admission runtime sees it: views, leases, marks and loads.
+
+Sizes and sums are the pool's own, read the way stock admission reads them, so
+that what the plan calls a fit is what stock will call a fit.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omlx_admission.hooks import resident
+from omlx_admission.hooks.pool_state import DRAIN_REASON, drains_for_us, state_of
+from omlx_admission.policy.model import ModelView, PoolView, Target
+from omlx_admission.runtime.port import Ask
+from omlx_admission.runtime.refusal import Refusal
+
+#: Victims that the load of the current task has planned; read by the wrapper of
+#: ``_find_lru_victim``, which stock calls from within that load.
+planned_victims: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "omlx_admission_planned_victims", default=()
+)
+
+
+#: First members of a variant that is not just a settings signature: a vision
+#: model wanted as text, and settings given by a caller of a pool without any.
+_AS_TEXT = "as text"
+_EXPLICIT = "explicit settings"
+
+
+class OmlxPool:
+    """:class:`~omlx_admission.runtime.port.PoolPort` on one ``EnginePool``."""
+
+    def __init__(self, pool: Any, module: Any, stock_get_engine: Callable[..., Any]) -> None:
+        self._pool = pool
+        self._module = module
+        self._errors = _exceptions()
+        self._stock_get_engine = stock_get_engine
+
+    # -- questions ----------------------------------------------------------
+
+    def target(self, model_id: str, force_lm: bool, runtime_settings: object | None) -> Target:
+        """The queue key of a call: model and the variant it would be loaded in."""
+        pool = self._pool
+        signature = pool._engine_runtime_signature(model_id, runtime_settings)
+        if force_lm:
+            return Target(model_id, (_AS_TEXT, signature))
+        if runtime_settings is not None and pool._settings_manager is None:
+            return Target(model_id, (_EXPLICIT, signature))
+        return Target(model_id, signature)
+
+    def size(self, model_id: str, force_lm: bool, runtime_settings: object | None) -> int:
+        """Bytes that stock admission will count for this load."""
+        pool = self._pool
+        entry = pool._entries[model_id]
+        size = self._resident_size(entry)
+        distributed = getattr(pool, "_distributed_deployment_for_entry", None)
+        if distributed is not None and distributed(entry) is not None:
+            return size
+        text_only = getattr(entry, "text_only_size", None)
+        if text_only and (force_lm or entry.engine_type == "batched"):
+            size = int(text_only)
+        runtime_size = getattr(pool, "_entry_runtime_resident_size", None)
+        if runtime_size is None:
+            return size
+        settings = runtime_settings
+        manager = pool._settings_manager
+        if settings is None and manager is not None:
+            settings = manager.get_settings(model_id)
+        return int(runtime_size(entry, settings, base_size=size))
+
+    def hopeless(self, model_id: str) -> None:
+        """Raise what stock would raise without looking at memory at all.
+
+        Raises:
+            ModelNotFoundError: not registered, or its folder is gone.
+            ModelUnavailableError: an earlier load failed, and stock caches that.
+        """
+        pool = self._pool
+        entry = pool._entries.get(model_id)
+        if entry is None:
+            raise self.not_found(model_id)
+        if entry.engine is None and not entry.is_loading:
+            pool._raise_if_model_path_missing_locked(model_id, entry)
+            pool._raise_if_load_failed(model_id, entry)
+
+    def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        pool, module = self._pool, self._module
+        unloading = state_of(pool).unloading
+        models = {
+            model_id: self._model_view(model_id, entry, model_id in unloading)
+            for model_id, entry in list(pool._entries.items())
+            if entry.engine is not None or entry.is_loading or model_id in unloading
+        }
+        ceiling, never_refuse = int(pool._current_ceiling()), False
+        if ceiling <= 0 and hasattr(pool, "_fallback_admission_ceiling"):
+            ceiling, never_refuse = int(pool._fallback_admission_ceiling()), True
+        tracked = int(pool._current_model_memory)
+        committed = max(int(module.mx.get_active_memory()), tracked)
+        return PoolView(
+            models=models,
+            ready=frozenset(t for t in targets if self._is_ready(t)),
+            unknown=frozenset(t for t in targets if t.model not in pool._entries),
+            ceiling=ceiling,
+            used=max(committed, int(module.get_phys_footprint())),
+            committed=committed,
+            never_refuse=never_refuse,
+            max_models=max_models,
+        )
+
+    def _model_view(self, model_id: str, entry: Any, unloading: bool) -> ModelView:
+        return ModelView(
+            model=model_id,
+            size=self._resident_size(entry),
+            variant=entry.runtime_settings_signature,
+            busy=self._is_busy(entry),
+            leases=entry.in_use,
+            pinned=entry.is_pinned,
+            loading=entry.is_loading,
+            unloading=unloading,
+            last_used=entry.last_access,
+        )
+
+    def _resident_size(self, entry: Any) -> int:
+        resident_size = getattr(self._pool, "_entry_resident_size", None)
+        return int(resident_size(entry) if resident_size else entry.estimated_size)
+
+    def _is_busy(self, entry: Any) -> bool:
+        if entry.in_use > 0:
+            return True
+        engine = entry.engine
+        if engine is None:
+            return False
+        try:
+            if not engine.has_active_requests():
+                return False
+        except AttributeError:
+            return False
+        except Exception:  # noqa: BLE001 - a check that cannot answer must not pin memory
+            return False
+        return not _loop_has_died(engine)
+
+    def _is_ready(self, target: Target) -> bool:
+        entry = self._pool._entries.get(target.model)
+        if (
+            entry is None
+            or entry.engine is None
+            or entry.is_loading
+            or target.model in state_of(self._pool).unloading
+            or (entry.pending_unload_reason and not drains_for_us(entry))
+        ):
+            return False
+        signature: Any = target.variant
+        kind = signature[0] if signature and isinstance(signature[0], str) else None
+        if kind is not None:
+            signature = signature[1]
+        if kind == _AS_TEXT and resident.is_vlm(entry.engine):
+            return False
+        loaded = entry.runtime_settings_signature
+        if loaded is None:
+            return kind != _EXPLICIT
+        return signature is None or bool(loaded == signature)
+
+    # -- leases and marks ---------------------------------------------------
+
+    def take(self, target: Target, leases: int) -> Any:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        pool = self._pool
+        entry = pool._entries[target.model]
+        engine = entry.engine
+        pool._validate_llm_engine_ready(target.model, engine)
+        entry.last_access = time.time()
+        entry.in_use += leases
+        return engine
+
+    def give_back(self, model: str) -> None:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        entry = self._pool._entries.get(model)
+        if entry is not None and entry.in_use > 0:
+            entry.in_use -= 1
+
+    def in_service(self, model: str, engine: Any) -> bool:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        entry = self._pool._entries.get(model)
+        return (
+            entry is not None
+            and entry.engine is engine
+            and model not in state_of(self._pool).unloading
+        )
+
+    def mark(self, model: str, target: Target) -> None:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`.
+
+        The pool's own method wants its lock held; it neither awaits nor reads
+        anything that a lock holder leaves half-written, and waiting for the lock
+        would put the mark behind a whole load.
+        """
+        self._pool._mark_pending_unload_locked(model, f"{DRAIN_REASON} for '{target.model}'")
+
+    def unmark(self, model: str) -> None:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        entry = self._pool._entries.get(model)
+        if entry is not None and drains_for_us(entry):
+            entry.pending_unload_reason = None
+
+    # -- loading ------------------------------------------------------------
+
+    async def load(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        model = ask.target.model
+        # Stock refuses a marked model; the gate is closed, so nobody slips in.
+        self.unmark(model)
+        planned_victims.set(tuple(v for v in victims if v != model))
+        if max_models:
+            await self._make_places(ask, victims, max_models)
+        await self._stock_get_engine(**ask.arguments)
+        if not self._is_ready(ask.target):
+            raise self._errors.ModelLoadingError(model, f"Model '{model}' is being unloaded")
+
+    async def _make_places(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
+        """Stock evicts for bytes, not for a count: do that much before it is asked."""
+        pool = self._pool
+        for victim in victims:
+            if victim == ask.target.model:
+                continue
+            others = self.view((), max_models).models.keys() - {ask.target.model}
+            if len(others) < max_models:
+                return
+            async with pool._lock:
+                entry = pool._entries.get(victim)
+                if entry is None or entry.engine is None:
+                    continue
+                if entry.is_pinned or self._is_busy(entry):
+                    raise self._errors.ModelBusyError(victim, "make room")
+                await pool._unload_engine(victim)
+
+    def passes(self, error: Exception) -> bool:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        errors = self._errors
+        return isinstance(
+            error,
+            errors.InsufficientMemoryError | errors.ModelBusyError | errors.ModelLoadingError,
+        )
+
+    def copy_error(self, error: Exception) -> Exception:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        copy = type(error).__new__(type(error))
+        copy.args = error.args
+        copy.__dict__.update(error.__dict__)
+        return copy
+
+    def not_found(self, model: str) -> Exception:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        error: Exception = self._errors.ModelNotFoundError(model, list(self._pool._entries))
+        return error
+
+    def too_large(self, model: str, size: int, view: PoolView) -> Exception:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        error: Exception = self._errors.ModelTooLargeError(model, size, view.ceiling)
+        return error
+
+    def refused(self, refusal: Refusal) -> Exception:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        return admission_refused()(refusal)
+
+    def seconds_per_byte(self) -> float | None:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        per_gb = getattr(self._pool, "_load_seconds_per_gb_ema", None)
+        return None if per_gb is None else float(per_gb) / 1024**3
+
+
+def _loop_has_died(engine: Any) -> bool:
+    """Whether a text engine's step loop has ended though it still holds requests.
+
+    Nobody will ever finish those; such an engine must not count as busy.
+    """
+    core = getattr(getattr(engine, "_engine", None), "engine", None)
+    task = getattr(core, "_task", None)
+    done = getattr(task, "done", None)
+    return bool(callable(done) and done() is True)
+
+
+def _exceptions() -> Any:
+    import omlx.exceptions
+
+    return omlx.exceptions
+
+
+_refused_class: type[Exception] | None = None
+
+
+def admission_refused() -> type[Exception]:
+    """The class of our refusals: upstream's queue-full error, subclassed.
+
+    It is neither an ``EnginePoolError`` nor an ``HTTPException``, so the server
+    passes it on untouched, and where our middleware is missing it degrades to
+    upstream's own 503.
+    """
+    global _refused_class
+    if _refused_class is None:
+        base: Any = _exceptions().SchedulerQueueFullError
+
+        class AdmissionRefused(base):  # type: ignore[misc]
+            """The admission queue refused a request; ``refusal`` says how and why."""
+
+            def __init__(self, refusal: Refusal) -> None:
+                Exception.__init__(self, refusal.message)
+                self.refusal = refusal
+                self.message = refusal.message
+                self.details: dict[str, Any] = {"code": refusal.code}
+                self.current_depth = self.max_depth = 0
+
+        _refused_class = AdmissionRefused
+    return _refused_class

@@ -1,0 +1,57 @@
+"""What the hooks keep per pool: unloads in progress, and the admission queue.
+
+Attached to the pool object itself, so that it goes when the pool goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from omlx_admission.runtime.admission import Admission
+
+_ATTRIBUTE = "_omlx_admission_state"
+
+#: First words of the reason in ``pending_unload_reason`` of a model that drains for us.
+DRAIN_REASON = "admission drain"
+
+
+class PoolState:
+    """Loop thread only.
+
+    Attributes:
+        unloading: models whose teardown runs now, with the task-independent event
+            that announces its end.
+        admission: the queue, None until the first request needs it.
+    """
+
+    __slots__ = ("admission", "unloading")
+
+    def __init__(self) -> None:
+        self.unloading: dict[str, asyncio.Event] = {}
+        self.admission: Admission | None = None
+
+    def changed(self) -> None:
+        """Tell the queue, if there is one, that the pool changed."""
+        if self.admission is not None:
+            self.admission.changed()
+
+
+def state_of(pool: Any) -> PoolState:
+    """The state of ``pool``, made at first use."""
+    state: PoolState | None = pool.__dict__.get(_ATTRIBUTE)
+    if state is None:
+        state = PoolState()
+        setattr(pool, _ATTRIBUTE, state)
+    return state
+
+
+def forget(pool: Any) -> None:
+    """Remove what was attached to ``pool``."""
+    pool.__dict__.pop(_ATTRIBUTE, None)
+
+
+def drains_for_us(entry: Any) -> bool:
+    """Whether the entry's pending mark was set by the admission queue."""
+    reason = entry.pending_unload_reason
+    return isinstance(reason, str) and reason.startswith(DRAIN_REASON)

@@ -1,0 +1,202 @@
+"""The admission queue in front of ``get_engine``: everything that is not simply resident."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omlx_admission.hooks import faults, resident
+from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.hooks.pool_port import OmlxPool, planned_victims
+from omlx_admission.hooks.pool_state import PoolState, state_of
+from omlx_admission.runtime.admission import Admission, QueueBroken
+from omlx_admission.runtime.port import Ask
+from omlx_admission.settings import Settings
+
+POOL = resident.POOL
+_EXCEPTIONS = "omlx.exceptions"
+
+NEEDS = (
+    resident.GET_ENGINE,
+    resident.UNLOAD,
+    Need(POOL, "EnginePool._entries", Kind.VALUE),
+    Need(POOL, "EnginePool._lock", Kind.VALUE),
+    Need(POOL, "EnginePool._current_model_memory", Kind.VALUE),
+    Need(POOL, "EnginePool._current_ceiling", Kind.SYNC),
+    Need(POOL, "EnginePool._find_lru_victim", Kind.SYNC),
+    Need(POOL, "EnginePool._load_engine", Kind.ASYNC),
+    Need(POOL, "EnginePool.release_engine", Kind.ASYNC, ("model_id",), exact=True),
+    Need(POOL, "EnginePool.shutdown", Kind.ASYNC),
+    Need(POOL, "EnginePool.discover_models", Kind.SYNC),
+    Need(
+        POOL,
+        "EnginePool._mark_pending_unload_locked",
+        Kind.SYNC,
+        ("model_id", "reason"),
+    ),
+    Need(
+        POOL,
+        "EnginePool._engine_runtime_signature",
+        Kind.SYNC,
+        ("model_id", "runtime_settings"),
+    ),
+    Need(POOL, "EnginePool._validate_llm_engine_ready", Kind.SYNC, ("model_id", "engine")),
+    Need(POOL, "EnginePool._raise_if_load_failed", Kind.SYNC, ("model_id", "entry")),
+    Need(
+        POOL,
+        "EnginePool._raise_if_model_path_missing_locked",
+        Kind.SYNC,
+        ("model_id", "entry"),
+    ),
+    *resident.ENTRY,
+    *(
+        Need(_EXCEPTIONS, name, Kind.CLASS)
+        for name in (
+            "InsufficientMemoryError",
+            "ModelBusyError",
+            "ModelLoadingError",
+            "ModelNotFoundError",
+            "ModelTooLargeError",
+            "ModelUnavailableError",
+            "SchedulerQueueFullError",
+        )
+    ),
+)
+
+
+class QueueHooks:
+    """The wrappers; they share the settings and the pool's module."""
+
+    def __init__(self, module: Any, settings: Settings) -> None:
+        self._module = module
+        self._settings = settings
+
+    async def get_engine(self, wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """Queue the call unless its model is resident and serves."""
+        model_id, force_lm, lease, runtime_settings = resident.arguments(*args, **kwargs)
+        state = state_of(pool)
+        try:
+            admission = state.admission or self._open(pool, state, wrapped)
+            port = admission.port
+            assert isinstance(port, OmlxPool)
+            if model_id not in admission.gated and resident.ready_engine(
+                pool, state, model_id, force_lm, runtime_settings
+            ):
+                # Only where the resident path is off: stock hands it out, locked.
+                ask = None
+            else:
+                ask = self._ask(port, model_id, force_lm, lease, runtime_settings)
+        except Exception as error:
+            if faults.is_omlx(error):
+                raise
+            faults.note("the admission queue", error)
+            ask = None
+        if ask is None:
+            return await wrapped(*args, **kwargs)
+        try:
+            engine = await admission.acquire(ask)
+        except QueueBroken:
+            return await wrapped(*args, **kwargs)
+        if not lease:
+            resident.hold_for_request(pool, model_id)
+        return engine
+
+    def _open(self, pool: Any, state: PoolState, wrapped: Any) -> Admission:
+        port = OmlxPool(pool, self._module, wrapped)
+        state.admission = Admission(port, self._settings)
+        return state.admission
+
+    @staticmethod
+    def _ask(
+        port: OmlxPool,
+        model_id: str,
+        force_lm: bool,
+        lease: bool,
+        runtime_settings: object | None,
+    ) -> Ask:
+        port.hopeless(model_id)
+        arguments: dict[str, Any] = {"model_id": model_id}
+        if force_lm:
+            arguments["force_lm"] = force_lm
+        if runtime_settings is not None:
+            arguments["runtime_settings"] = runtime_settings
+        return Ask(
+            port.target(model_id, force_lm, runtime_settings),
+            port.size(model_id, force_lm, runtime_settings),
+            lease,
+            arguments,
+        )
+
+    @staticmethod
+    async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """Only where the resident path is off: tell the queue after stock's release."""
+        model_id = args[0] if args else kwargs["model_id"]
+        try:
+            return await wrapped(*args, **kwargs)
+        finally:
+            admission = state_of(pool).admission
+            if admission is not None:
+                admission.released(model_id)
+
+    @staticmethod
+    async def load(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """Tell the queue when a load ends that it did not start itself."""
+        try:
+            return await wrapped(*args, **kwargs)
+        finally:
+            state_of(pool).changed()
+
+    @staticmethod
+    async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """Only where the resident path is off or native: tell the queue of an unload."""
+        try:
+            return await wrapped(*args, **kwargs)
+        finally:
+            state_of(pool).changed()
+
+    @staticmethod
+    def find_victim(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """Offer the planned victims first; synchronous and free of side effects.
+
+        The enforcer calls this too; its task has no plan, so it gets stock's answer.
+        """
+        for victim in planned_victims.get():
+            entry = pool._entries.get(victim)
+            if (
+                entry is not None
+                and entry.engine is not None
+                and entry.in_use == 0
+                and not entry.is_pinned
+                and victim not in state_of(pool).unloading
+            ):
+                return victim
+        return wrapped(*args, **kwargs)
+
+    @staticmethod
+    def discover(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """A rescan may remove a model that somebody waits for."""
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            state_of(pool).changed()
+
+    @staticmethod
+    async def shutdown(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """End every wait before the engines go."""
+        admission = state_of(pool).admission
+        if admission is not None:
+            admission.shut_down()
+        return await wrapped(*args, **kwargs)
+
+
+def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) -> None:
+    """Wrap the pool. With the resident path on, release and unload tell the queue already."""
+    hooks = QueueHooks(module, settings)
+    ledger.wrap(module, "EnginePool.get_engine", hooks.get_engine)
+    ledger.wrap(module, "EnginePool._load_engine", hooks.load)
+    ledger.wrap(module, "EnginePool._find_lru_victim", hooks.find_victim)
+    ledger.wrap(module, "EnginePool.discover_models", hooks.discover)
+    ledger.wrap(module, "EnginePool.shutdown", hooks.shutdown)
+    if not with_resident:
+        ledger.wrap(module, f"EnginePool.{resident.release_name(module)}", hooks.release)
+        ledger.wrap(module, "EnginePool._unload_engine", hooks.unload)

@@ -1,0 +1,275 @@
+"""Residents never wait: acquire and release without the pool lock, one teardown at a time.
+
+A loaded model is handed out in one synchronous step exactly when stock would
+hand it out at once; everything else goes the stock way. Upstream's 0.7.x does
+the same natively (its ``_acquire_loaded_engine``), and there this stands aside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from omlx_admission.hooks import faults
+from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.hooks.pool_state import PoolState, drains_for_us, state_of
+from omlx_admission.runtime import request as requests
+
+POOL = "omlx.engine_pool"
+
+#: Needs that every feature of the pool shares.
+GET_ENGINE = Need(
+    POOL,
+    "EnginePool.get_engine",
+    Kind.ASYNC,
+    ("model_id", "force_lm", "_lease", "runtime_settings"),
+    exact=True,
+)
+UNLOAD = Need(POOL, "EnginePool._unload_engine", Kind.ASYNC, ("model_id",), exact=True)
+ENTRY = tuple(
+    Need(POOL, f"EngineEntry.{name}", Kind.VALUE)
+    for name in (
+        "engine",
+        "last_access",
+        "is_loading",
+        "is_pinned",
+        "in_use",
+        "pending_unload_reason",
+        "runtime_settings_signature",
+    )
+)
+
+NEEDS = (
+    GET_ENGINE,
+    UNLOAD,
+    Need(POOL, "EnginePool._entries", Kind.VALUE),
+    Need(POOL, "EnginePool._lock", Kind.VALUE),
+    Need(
+        POOL,
+        "EnginePool._engine_runtime_signature",
+        Kind.SYNC,
+        ("model_id", "runtime_settings"),
+    ),
+    Need(POOL, "EnginePool._validate_llm_engine_ready", Kind.SYNC, ("model_id", "engine")),
+    Need(POOL, "EnginePool.release_engine", Kind.ASYNC, ("model_id",), exact=True),
+    Need(POOL, "EnginePool._unload_pending_if_idle_locked", Kind.ASYNC, ("model_id",)),
+    *ENTRY,
+)
+
+#: Present where oMLX does this itself.
+NATIVE = (
+    Need(POOL, "EnginePool._acquire_loaded_engine", Kind.SYNC),
+    Need(POOL, "EnginePool._unloading_models", Kind.VALUE),
+)
+
+#: Releases from 0.5.3 on give a lease back here; 0.5.0 in ``release_engine``.
+RELEASE_TASK = "_release_engine_lease"
+
+_vlm_engine: type | None = None
+
+
+def ready_engine(
+    pool: Any,
+    state: PoolState,
+    model_id: str,
+    force_lm: bool,
+    runtime_settings: object | None,
+) -> Any:
+    """The engine that stock ``get_engine`` would return at once, or None.
+
+    The conditions are stock's own, plus the two marks that stock of 0.5.0 to
+    0.6.x lacks or ignores: a teardown in progress and a pending unload.
+
+    Raises:
+        ModelLoadingError: the engine is loaded but unusable, as stock says it.
+    """
+    entry = pool._entries.get(model_id)
+    if entry is None:
+        return None
+    engine = entry.engine
+    if (
+        engine is None
+        or entry.is_loading
+        or entry.pending_unload_reason
+        or model_id in state.unloading
+    ):
+        return None
+    if force_lm and is_vlm(engine):
+        return None
+    expected = pool._engine_runtime_signature(model_id, runtime_settings)
+    loaded = entry.runtime_settings_signature
+    if loaded is None:
+        if runtime_settings is not None:
+            return None
+    elif expected is not None and loaded != expected:
+        return None
+    pool._validate_llm_engine_ready(model_id, engine)
+    if loaded is None:
+        entry.runtime_settings_signature = expected
+    return engine
+
+
+def is_vlm(engine: Any) -> bool:
+    """Whether ``engine`` is a vision engine, which a forced text load replaces."""
+    return _vlm_engine is not None and isinstance(engine, _vlm_engine)
+
+
+def release_name(module: Any) -> str:
+    """The method that gives a lease back: its own task's body since 0.5.3."""
+    return RELEASE_TASK if hasattr(module.EnginePool, RELEASE_TASK) else "release_engine"
+
+
+def hand_out(pool: Any, model_id: str, lease: bool) -> None:
+    """Book the hand-out of a ready engine, in the step that found it ready."""
+    entry = pool._entries[model_id]
+    entry.last_access = time.time()
+    if lease:
+        entry.in_use += 1
+    else:
+        hold_for_request(pool, model_id)
+
+
+def hold_for_request(pool: Any, model_id: str) -> None:
+    """Lease a model for the rest of the HTTP request of a caller that takes no lease.
+
+    Speech, load and validation calls are handed an engine that anybody may
+    evict before its first use (B12). Outside a request nothing is held.
+    """
+    request = requests.current.get()
+    if request is None or request.ended or not _hold_unleased:
+        return
+    pool._entries[model_id].in_use += 1
+    request.at_end(lambda: give_back(pool, model_id))
+
+
+_hold_unleased = False
+
+
+def give_back(pool: Any, model_id: str) -> None:
+    """Give one lease back without waiting for anybody; tell who waits for it."""
+    entry = pool._entries.get(model_id)
+    if entry is None:
+        return
+    if entry.in_use > 0:
+        entry.in_use -= 1
+    if entry.pending_unload_reason and not drains_for_us(entry):
+        _unload_pending_soon(pool, model_id)
+    admission = state_of(pool).admission
+    if admission is not None:
+        admission.released(model_id)
+
+
+def _unload_pending_soon(pool: Any, model_id: str) -> None:
+    """Stock unloads a drained, marked model inside the release; do it in a task."""
+
+    async def unload() -> None:
+        async with pool._lock:
+            await pool._unload_pending_if_idle_locked(model_id)
+
+    task = asyncio.get_running_loop().create_task(
+        unload(), name=f"admission-pending-unload:{model_id}"
+    )
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+
+
+_tasks: set[asyncio.Task[None]] = set()
+
+
+async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+    """Return a loaded engine at once; otherwise go the stock way."""
+    model_id, force_lm, lease, runtime_settings = arguments(*args, **kwargs)
+    state = state_of(pool)
+    admission = state.admission
+    if admission is None or model_id not in admission.gated:
+        try:
+            engine = ready_engine(pool, state, model_id, force_lm, runtime_settings)
+        except Exception as error:  # noqa: BLE001 - stock decides what this call gets
+            faults.note("resident path", error)
+            engine = None
+        if engine is not None:
+            hand_out(pool, model_id, lease)
+            return engine
+    return await wrapped(*args, **kwargs)
+
+
+def arguments(
+    model_id: str,
+    force_lm: bool = False,
+    _lease: bool = False,
+    runtime_settings: object | None = None,
+) -> tuple[str, bool, bool, object | None]:
+    """Bind the arguments of ``get_engine`` (the gate has checked its signature)."""
+    return model_id, force_lm, _lease, runtime_settings
+
+
+async def get_engine_past_teardown(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+    """Keep stock from handing out an engine whose teardown has begun (B08).
+
+    Stock looks at the engine only after it got the lock; an unload that takes
+    no lock may have begun by then.
+    """
+    model_id, _force_lm, lease, _settings = arguments(*args, **kwargs)
+    state = state_of(pool)
+    while True:
+        while (teardown := state.unloading.get(model_id)) is not None:
+            await teardown.wait()
+        engine = await wrapped(*args, **kwargs)
+        if model_id not in state.unloading:
+            return engine
+        if lease:
+            give_back(pool, model_id)
+
+
+async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+    """Give a lease back without the lock, unless oMLX itself wants the model unloaded.
+
+    Then stock's own release decides under the lock, as it always did.
+    """
+    model_id = args[0] if args else kwargs["model_id"]
+    entry = pool._entries.get(model_id)
+    if entry is not None and entry.pending_unload_reason and not drains_for_us(entry):
+        try:
+            return await wrapped(*args, **kwargs)
+        finally:
+            admission = state_of(pool).admission
+            if admission is not None:
+                admission.released(model_id)
+    give_back(pool, model_id)
+    return None
+
+
+async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+    """Mark the model before the first await of its teardown; join one in progress."""
+    model_id = args[0] if args else kwargs["model_id"]
+    state = state_of(pool)
+    while (teardown := state.unloading.get(model_id)) is not None:
+        await teardown.wait()
+    entry = pool._entries.get(model_id)
+    if entry is None or entry.engine is None:
+        return await wrapped(*args, **kwargs)
+    done = state.unloading[model_id] = asyncio.Event()
+    try:
+        return await wrapped(*args, **kwargs)
+    finally:
+        del state.unloading[model_id]
+        done.set()
+        state.changed()
+
+
+def apply_inner(module: Any, ledger: Ledger) -> None:
+    """Wrap what lies below the queue: teardown, release, and the check against both."""
+    global _vlm_engine
+    _vlm_engine = getattr(module, "VLMBatchedEngine", None)
+    if not isinstance(_vlm_engine, type):
+        _vlm_engine = None
+    ledger.wrap(module, "EnginePool._unload_engine", unload)
+    ledger.wrap(module, f"EnginePool.{release_name(module)}", release)
+    ledger.wrap(module, "EnginePool.get_engine", get_engine_past_teardown)
+
+
+def apply_outer(module: Any, ledger: Ledger) -> None:
+    """Wrap ``get_engine`` outermost: a resident model meets nothing else on its way."""
+    ledger.wrap(module, "EnginePool.get_engine", get_engine)

@@ -1,0 +1,448 @@
+"""The admission queue: futures and one loader round :mod:`omlx_admission.policy`.
+
+Loop thread only. The policy decides in one synchronous step from a fresh view
+of the pool; this module carries the decisions out and waits. Who releases
+hands over: a granted waiter finds its lease already taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omlx_admission.policy.admission import AdmissionPolicy
+from omlx_admission.policy.estimates import Dials
+from omlx_admission.policy.model import (
+    Action,
+    Drain,
+    Grant,
+    Load,
+    Outcome,
+    PoolView,
+    RefusalReason,
+    Refuse,
+    Target,
+    Undrain,
+    Waiter,
+)
+from omlx_admission.policy.planner import never_fits
+from omlx_admission.runtime import request as requests
+from omlx_admission.runtime.explain import explain, too_large_text
+from omlx_admission.runtime.port import Ask, PoolPort
+from omlx_admission.runtime.refusal import Refusal, retry_after
+from omlx_admission.settings import Settings
+
+logger = logging.getLogger("omlx.admission")
+
+#: A busy model without a lease (speech, an aborted request that is still in the
+#: scheduler) announces nothing when it falls idle: look this often, in seconds.
+_BUSY_POLL_S = 0.01
+
+#: While anybody waits, look at least this often, in seconds: whatever changes
+#: the pool without passing our hooks is found then.
+_SAFETY_POLL_S = 1.0
+
+#: Waiters released in one go. A thousand wake-ups take some milliseconds, so
+#: thousands are released over several turns of the event loop.
+_SLICE = 100
+
+#: Repetitions of one step until nothing more follows from it.
+_MOST_STEPS = 16
+
+#: Wait budget in seconds of callers that are no request (pinned preload), and
+#: of load routes, where ``MAX_WAIT_S`` is 0.
+_DEFAULT_BUDGET_S = 300.0
+
+
+class QueueBroken(Exception):
+    """The queue failed by a fault of its own; the caller asks the pool directly."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    ask: Ask
+    future: asyncio.Future[Any]
+    request: requests.Request | None
+
+
+class Admission:
+    """The queue of one pool.
+
+    Attributes:
+        gated: models that take no new requests now; the hot path reads it.
+        broken: this queue failed by a fault of its own; callers run stock.
+    """
+
+    def __init__(
+        self,
+        port: PoolPort,
+        settings: Settings,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.port = port
+        self.settings = settings
+        self.gated: frozenset[str] = frozenset()
+        self.broken = False
+        self.policy = AdmissionPolicy(
+            Dials(
+                settings.max_age_s, settings.linger_s, settings.max_wait_s or _DEFAULT_BUDGET_S
+            )
+        )
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._loads: set[asyncio.Task[None]] = set()
+        self._stepping = False
+        self._again = False
+        self._closing = False
+
+    # -- for hooks ----------------------------------------------------------
+
+    async def acquire(self, ask: Ask) -> Any:
+        """Wait for the engine of ``ask`` and return it, one lease held if it asks for one.
+
+        Raises:
+            QueueBroken: this queue failed; ask the pool itself.
+            Exception: the pool's own error of a failed load or a permanent refusal,
+                or the port's refusal (wait budget spent, queue full, shutting down).
+        """
+        request = requests.current.get()
+        if self.broken:
+            raise QueueBroken
+        if request is not None:
+            request.refusal = None
+        now = self._now()
+        budget = self._budget(request)
+        self._refuse_at_the_door(ask, budget, request)
+        enqueued = now
+        while True:
+            engine = await self._wait(ask, enqueued, now + budget, request)
+            if self.port.in_service(ask.target.model, engine):
+                if not ask.lease:
+                    self._give_back(ask.target.model)
+                return engine
+            # An unlocked unload overtook the grant: this engine is dying (B08).
+            self._give_back(ask.target.model)
+
+    def released(self, model: str) -> None:
+        """A lease of ``model`` was released: hand over if somebody waits for that."""
+        self.policy.used(model, self._now())
+        if self.policy.waiting:
+            self.step()
+
+    def changed(self) -> None:
+        """Something in the pool changed (a load, an unload, a rescan)."""
+        if self.policy.waiting:
+            self.step()
+
+    def shut_down(self) -> None:
+        """End every wait; requests that come later are refused."""
+        if self._closing:
+            return
+        self._closing = True
+        self._refuse_all(self.policy.shut_down(), self._shutting_down())
+        self.gated = self.policy.gated
+        self._arm(None)
+
+    # -- one request --------------------------------------------------------
+
+    def _budget(self, request: requests.Request | None) -> float:
+        budget = self.settings.max_wait_s
+        if budget == 0 and (request is None or request.explicit_load):
+            budget = _DEFAULT_BUDGET_S
+        if request is not None and request.max_wait is not None:
+            budget = min(budget, request.max_wait)
+        return budget
+
+    def _refuse_at_the_door(
+        self, ask: Ask, budget: float, request: requests.Request | None
+    ) -> None:
+        target = ask.target
+        if self._closing:
+            raise self._refused(self._shutting_down(), request)
+        if budget > 0 and self.policy.waiting < self.settings.max_queue:
+            return  # the step that follows refuses what never fits
+        view = self.port.view((target,), self.settings.max_models)
+        if target in view.ready and target.model not in self.gated:
+            return
+        if target not in view.ready and never_fits(target, ask.size, view):
+            raise self._too_large(ask, view, request)
+        code = "model_busy" if budget == 0 else "admission_queue_full"
+        raise self._refused(self._refusal(ask, code, view, waited=0.0), request)
+
+    async def _wait(
+        self,
+        ask: Ask,
+        enqueued: float,
+        deadline: float,
+        request: requests.Request | None,
+    ) -> Any:
+        loop = asyncio.get_running_loop()
+        pending = _Pending(ask, loop.create_future(), request)
+        now = self._now()
+        joins = self.policy.head(ask.target) is not None
+        waiter = self.policy.enqueue(
+            ask.target, ask.size, now, deadline, pending, since=enqueued
+        )
+        timer: asyncio.TimerHandle | None = None
+        watch: requests.Watch | None = None
+        try:
+            if not joins:
+                self.step()
+            if not pending.future.done():
+                timer = loop.call_later(max(0.0, deadline - now), self._expire, waiter)
+                watch = requests.Watch(request, lambda: self._client_left(waiter))
+            return await pending.future
+        except BaseException:
+            if self.policy.leave(waiter, Outcome.CANCELLED):
+                self.step()
+            elif waiter.outcome is Outcome.GRANTED:
+                # Granted and cancelled in the same turn of the loop: the lease is
+                # ours, so it is ours to give back.
+                self._give_back(ask.target.model)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if watch is not None:
+                watch.stop()
+
+    def _expire(self, waiter: Waiter) -> None:
+        now = self._now()
+        pending = _pending(waiter)
+        view = self.port.view(self.policy.targets, self.settings.max_models)
+        refusal = self._refusal(
+            pending.ask, "model_swap_timeout", view, now - waiter.enqueued, waiter
+        )
+        if self.policy.leave(waiter, Outcome.EXPIRED):
+            self._end(waiter, self._refused(refusal, pending.request))
+            self.step()
+
+    def _client_left(self, waiter: Waiter) -> None:
+        if self.policy.leave(waiter, Outcome.CANCELLED):
+            gone = Refusal(503, "client_left", "The client left while it waited.", 1)
+            self._end(waiter, self.port.refused(gone))
+            self.step()
+
+    def _give_back(self, model: str) -> None:
+        self.port.give_back(model)
+        self.released(model)
+
+    # -- carrying decisions out ---------------------------------------------
+
+    def step(self) -> None:
+        """Let the policy decide on a fresh view until nothing more follows."""
+        if self._stepping:
+            self._again = True
+            return
+        if self.broken:
+            return
+        self._stepping = True
+        try:
+            for _ in range(_MOST_STEPS):
+                self._again = False
+                view = self.port.view(self.policy.targets, self.settings.max_models)
+                actions = self.policy.step(view, self._now())
+                self.gated = self.policy.gated
+                for action in actions:
+                    self._apply(action, view)
+                if not actions and not self._again:
+                    break
+            self._arm(view)
+        except Exception:  # noqa: BLE001 - a fault of ours must not cost anybody a request
+            self._break()
+        finally:
+            self._stepping = False
+
+    def _break(self) -> None:
+        """Our own failure: log it once, let everybody who waits run stock."""
+        logger.exception("admission: the queue failed; oMLX's own admission takes over")
+        self.broken = True
+        self.gated = frozenset()
+        self._arm(None)
+        swap = self.policy.swap
+        for model in swap.drained if swap is not None else ():
+            self.port.unmark(model)
+        for waiter in self.policy.shut_down():
+            self._end(waiter, QueueBroken())
+
+    def _apply(self, action: Action, view: PoolView) -> None:
+        match action:
+            case Grant(target, waiters):
+                self._grant(target, waiters)
+            case Drain(models, target):
+                logger.info("admission: %s drains for '%s'", _names(models), target.model)
+                for model in models:
+                    self.port.mark(model, target)
+            case Undrain(models):
+                logger.info("admission: the drain of %s is withdrawn", _names(models))
+                for model in models:
+                    self.port.unmark(model)
+            case Load(target, victims):
+                self._start_load(target, victims)
+            case Refuse(target, waiters, RefusalReason.NOT_FOUND):
+                self._fail_all(waiters, self.port.not_found(target.model))
+            case Refuse(target, waiters, RefusalReason.NEVER_FITS):
+                for waiter in waiters:
+                    pending = _pending(waiter)
+                    self._end(waiter, self._too_large(pending.ask, view, pending.request))
+
+    def _grant(self, target: Target, waiters: Sequence[Waiter]) -> None:
+        """Take all leases in this step, then wake their owners in slices."""
+        if not waiters:
+            return
+        try:
+            engine = self.port.take(target, len(waiters))
+        except Exception as error:  # noqa: BLE001 - it is the waiters' answer
+            for waiter in waiters:
+                waiter.outcome = Outcome.FAILED
+            self._fail_all(waiters, error)
+            return
+        self._wake(list(waiters), engine, 0)
+
+    def _wake(self, waiters: list[Waiter], engine: Any, start: int) -> None:
+        for waiter in waiters[start : start + _SLICE]:
+            future = _pending(waiter).future
+            if not future.done():
+                future.set_result(engine)
+        if start + _SLICE < len(waiters):
+            asyncio.get_running_loop().call_soon(self._wake, waiters, engine, start + _SLICE)
+
+    def _start_load(self, target: Target, victims: Sequence[str]) -> None:
+        head = self.policy.head(target)
+        assert head is not None
+        ask = _pending(head).ask
+        # A fresh context: the load belongs to no single request, and whatever
+        # it meets must not be recorded as the refusal of the one that came first.
+        task = asyncio.get_running_loop().create_task(
+            self._load(ask, victims),
+            name=f"admission-load:{target.model}",
+            context=contextvars.Context(),
+        )
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+
+    async def _load(self, ask: Ask, victims: Sequence[str]) -> None:
+        target = ask.target
+        started = self._now()
+        logger.info(
+            "admission: swapping to '%s'%s",
+            target.model,
+            f", evicting {_names(victims)}" if victims else "",
+        )
+        try:
+            await self.port.load(ask, victims, self.settings.max_models)
+        except asyncio.CancelledError:
+            self.policy.load_refused(target, self._now())
+            if not self._closing:
+                self.step()
+            raise
+        except Exception as error:  # noqa: BLE001 - it is the waiters' answer
+            if self.port.passes(error):
+                logger.info("admission: no room yet for '%s': %s", target.model, error)
+                self.policy.load_refused(target, self._now())
+            else:
+                waiters = self.policy.load_failed(target)
+                logger.warning("admission: '%s' failed to load: %s", target.model, error)
+                self._fail_all(waiters, error)
+        else:
+            # No await since the pool set the engine: the model is granted in the
+            # very step that made it resident, before anybody can see it idle.
+            now = self._now()
+            waiters = self.policy.load_succeeded(target, now)
+            logger.info(
+                "admission: '%s' resident after %.2f s, %d served",
+                target.model,
+                now - started,
+                len(waiters),
+            )
+            self.policy.estimates.seconds_per_byte = (
+                self.port.seconds_per_byte() or self.policy.estimates.seconds_per_byte
+            )
+            self._grant(target, waiters)
+        if not self._closing:
+            self.step()
+
+    # -- refusals -----------------------------------------------------------
+
+    def _end(self, waiter: Waiter, error: Exception) -> None:
+        future = _pending(waiter).future
+        if not future.done():
+            future.set_exception(error)
+
+    def _fail_all(self, waiters: Iterable[Waiter], error: Exception) -> None:
+        for waiter in waiters:
+            self._end(waiter, self.port.copy_error(error))
+
+    def _refuse_all(self, waiters: Iterable[Waiter], refusal: Refusal) -> None:
+        for waiter in waiters:
+            self._end(waiter, self._refused(refusal, _pending(waiter).request))
+
+    def _refused(self, refusal: Refusal, request: requests.Request | None) -> Exception:
+        if request is not None:
+            request.refusal = refusal
+        return self.port.refused(refusal)
+
+    def _refusal(
+        self,
+        ask: Ask,
+        code: str,
+        view: PoolView,
+        waited: float,
+        waiter: Waiter | None = None,
+    ) -> Refusal:
+        now = self._now()
+        seconds = self.policy.estimate(ask.target, ask.size, view, now)
+        hint = retry_after(seconds)
+        text = explain(self.policy, view, ask, code, waited, hint, waiter)
+        logger.info("admission: refused (%s): %s", code, text)
+        return Refusal(503, code, text, hint)
+
+    def _shutting_down(self) -> Refusal:
+        return Refusal(503, "shutting_down", "The server is shutting down.", retry_after(5))
+
+    def _too_large(
+        self, ask: Ask, view: PoolView, request: requests.Request | None
+    ) -> Exception:
+        text = too_large_text(ask, view)
+        if request is not None:
+            request.refusal = Refusal(507, "model_too_large", text)
+        return self.port.too_large(ask.target.model, ask.size, view)
+
+    # -- time ---------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self._clock() if self._clock else asyncio.get_running_loop().time()
+
+    def _arm(self, view: PoolView | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if view is None or not self.policy.waiting:
+            return
+        now = self._now()
+        wake = now + _SAFETY_POLL_S
+        if self.policy.wake_at is not None:
+            wake = min(wake, self.policy.wake_at)
+        if any(m.busy and m.leases == 0 for m in view.models.values()):
+            wake = min(wake, now + _BUSY_POLL_S)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, wake - now), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self.policy.waiting:
+            self.step()
+
+
+def _pending(waiter: Waiter) -> _Pending:
+    pending = waiter.context
+    assert isinstance(pending, _Pending)
+    return pending
+
+
+def _names(models: Iterable[str]) -> str:
+    return ", ".join(f"'{m}'" for m in models)

@@ -1,0 +1,77 @@
+"""The sentences of refusals: which model is in the way, how long, what to do.
+
+They never mention a prompt or a context: agents that read "reduce context" in a
+memory error delete their chat history (B27).
+"""
+
+from __future__ import annotations
+
+from omlx_admission.policy.admission import AdmissionPolicy
+from omlx_admission.policy.model import PoolView, Waiter
+from omlx_admission.runtime.port import Ask
+
+
+def explain(
+    policy: AdmissionPolicy,
+    view: PoolView,
+    ask: Ask,
+    code: str,
+    waited: float,
+    hint: int,
+    waiter: Waiter | None = None,
+) -> str:
+    """One text for a 503; ``waited`` and ``hint`` are seconds."""
+    model = ask.target.model
+    if code == "admission_queue_full":
+        first = f"Model '{model}' is not loaded and {policy.waiting} requests wait already"
+    elif code == "model_busy":
+        first = f"Model '{model}' is not loaded and this request allows no wait"
+    else:
+        first = f"Model '{model}' did not become available within {waited:.1f} s"
+    parts = [first, in_the_way(policy, view, ask)]
+    if waiter is not None and (ahead := policy.ahead_of(waiter)):
+        parts.append(f"{ahead} other model{'s' if ahead > 1 else ''} come first")
+    text = "; ".join(part for part in parts if part)
+    return f"{text}. Try again in about {hint} s."
+
+
+def in_the_way(policy: AdmissionPolicy, view: PoolView, ask: Ask) -> str:
+    """What holds the memory that ``ask`` needs, in one clause; may be empty."""
+    loading = [m.model for m in view.models.values() if m.loading]
+    if ask.target.model in loading:
+        return "it is loading now"
+    busy = [m for m in view.models.values() if m.busy and m.model != ask.target.model]
+    clauses = []
+    if busy:
+        names = ", ".join(
+            f"'{m.model}' ({m.leases} running)" if m.leases else f"'{m.model}'" for m in busy
+        )
+        clauses.append(f"{names} in use")
+    if loading:
+        clauses.append(f"{', '.join(repr(m) for m in loading)} loading")
+    return " and ".join(clauses)
+
+
+def too_large_text(ask: Ask, view: PoolView) -> str:
+    """The text of a 507: sizes in GB, and the pinned models that count against it."""
+    pinned = [m for m in view.models.values() if m.pinned and m.model != ask.target.model]
+    text = (
+        f"Model '{ask.target.model}' ({_gb(ask.size)}) does not fit under the memory "
+        f"ceiling of {_gb(view.ceiling)}"
+    )
+    if view.max_models and len(pinned) >= view.max_models:
+        text = (
+            f"Model '{ask.target.model}' cannot be loaded: all {view.max_models} places are "
+            f"held by pinned models"
+        )
+    if pinned:
+        names = ", ".join(f"'{m.model}' ({_gb(m.size)})" for m in pinned)
+        text += f", of which pinned models hold {names}"
+    return (
+        f"{text}. No wait can change that: unpin a model, raise the ceiling, "
+        f"or use a smaller model."
+    )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1024**3:.2f} GB"

@@ -1,0 +1,183 @@
+"""The HTTP request behind a call to the pool: has its client left, was it refused?
+
+oMLX passes nothing of the request to its pool, polls no disconnect before the
+engine is there, and maps one refusal to 404, 409, 500 or 507 depending on the
+route. A pure ASGI middleware closes all three at one place: it keeps the
+request in a context variable, lets a waiting call watch for the client's
+leaving, and replaces an error response by the refusal that caused it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from omlx_admission.runtime.refusal import Refusal
+
+logger = logging.getLogger("omlx.admission")
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+current: contextvars.ContextVar[Request | None] = contextvars.ContextVar(
+    "omlx_admission_request", default=None
+)
+
+#: Header by which a request may shorten its wait budget (seconds).
+MAX_WAIT_HEADER = b"x-omlx-max-wait"
+
+
+class Request:
+    """One HTTP or WebSocket request, for as long as the application handles it."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.path: str = scope.get("path", "")
+        self.max_wait, self.header_problem = _max_wait(scope)
+        self.refusal: Refusal | None = None
+        self.ended = False
+        self._receive = receive
+        self._buffer: deque[Message] = deque()
+        self._at_end: list[Callable[[], None]] = []
+
+    @property
+    def explicit_load(self) -> bool:
+        """Whether the route exists to load a model, so that fail-fast makes no sense."""
+        return self.path.endswith("/load")
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Run ``action`` when the application is done with this request."""
+        self._at_end.append(action)
+
+    def end(self) -> None:
+        """Run what was registered for the end, once; a failing action stops no other."""
+        self.ended = True
+        while self._at_end:
+            action = self._at_end.pop()
+            try:
+                action()
+            except Exception:
+                logger.exception("admission: clean-up at the end of a request failed")
+
+    async def receive(self) -> Message:
+        """The application's ``receive``: first what a watch has read ahead."""
+        if self._buffer:
+            return self._buffer.popleft()
+        return await self._receive()
+
+    async def gone(self) -> None:
+        """Return when the client has left; what else arrives is kept for the application.
+
+        Cancelling this loses no message: an ASGI server builds the message only
+        after its own wait.
+        """
+        while True:
+            message = await self._receive()
+            self._buffer.append(message)
+            if message["type"] in ("http.disconnect", "websocket.disconnect"):
+                return
+
+
+def _max_wait(scope: Scope) -> tuple[float | None, str | None]:
+    for name, value in scope.get("headers", ()):
+        if name == MAX_WAIT_HEADER:
+            text = value.decode("latin-1")
+            try:
+                seconds = float(text)
+            except ValueError:
+                seconds = math.nan
+            if math.isfinite(seconds) and seconds >= 0:
+                return seconds, None
+            return None, f"X-OMLX-Max-Wait: {text!r} is not a number of seconds, 0 or more"
+    return None, None
+
+
+class RequestMiddleware:
+    """Pure ASGI middleware; see the module's text."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection; anything but HTTP and WebSocket passes untouched."""
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        token = current.set(request)
+        try:
+            if scope["type"] == "http":
+                await self._http(request, scope, send)
+            else:
+                await self.app(scope, request.receive, send)
+        finally:
+            current.reset(token)
+            request.end()
+
+    async def _http(self, request: Request, scope: Scope, send: Send) -> None:
+        if request.header_problem is not None:
+            problem = Refusal(400, "invalid_max_wait", request.header_problem)
+            await _respond(problem, request.path, send)
+            return
+        replaced = False
+
+        async def send_or_replace(message: Message) -> None:
+            nonlocal replaced
+            if replaced:
+                return
+            refusal = request.refusal
+            if (
+                refusal is not None
+                and message["type"] == "http.response.start"
+                and message["status"] >= 400
+            ):
+                replaced = True
+                await _respond(refusal, request.path, send)
+                return
+            await send(message)
+
+        await self.app(scope, request.receive, send_or_replace)
+
+
+async def _respond(refusal: Refusal, path: str, send: Send) -> None:
+    body = refusal.body(path)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *refusal.headers(),
+    ]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Watch:
+    """Calls back once when a request's client leaves; a no-op without a request."""
+
+    def __init__(self, request: Request | None, callback: Callable[[], None]) -> None:
+        self._task: asyncio.Task[None] | None = None
+        if request is not None and not request.ended:
+            self._task = asyncio.get_running_loop().create_task(request.gone())
+            self._task.add_done_callback(lambda task: self._done(task, callback))
+
+    @staticmethod
+    def _done(task: asyncio.Task[None], callback: Callable[[], None]) -> None:
+        if task.cancelled():
+            return
+        if task.exception() is not None:
+            # The server's own receive failed: the request ends by itself.
+            logger.debug("admission: watching for a disconnect failed: %r", task.exception())
+            return
+        callback()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None

@@ -1,0 +1,124 @@
+"""``omlx-admission doctor``: which oMLX is there, and what is patched in it and why not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from omlx_admission import __version__
+from omlx_admission.hooks import gate
+from omlx_admission.hooks.install import Report, State, decide
+from omlx_admission.surfaces.cli import CommandError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--omlx-src",
+        type=Path,
+        metavar="DIR",
+        help="look at this checkout instead of the oMLX of this Python; imports nothing",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report. Exit status 0: every wanted feature fits; 1: some does not."""
+    if arguments.omlx_src is not None:
+        check_source(arguments.omlx_src)
+    report = decide(arguments.omlx_src)
+    switch = switch_problem()
+    if arguments.json:
+        json.dump(as_json(report, switch), sys.stdout, indent=2)
+        print()
+    else:
+        print("\n".join(as_lines(report, switch)))
+    bad = any(v.state in (State.REFUSED, State.FAILED) for v in report.verdicts)
+    return int(bad or switch is not None or bool(report.setting_problems))
+
+
+def check_source(source: Path) -> None:
+    """Raise a one-line error where ``source`` cannot be an oMLX checkout."""
+    if not source.is_dir():
+        raise CommandError(f"--omlx-src {source}: no such directory")
+    if not os.access(source, os.R_OK | os.X_OK):
+        raise CommandError(f"--omlx-src {source}: not readable")
+    try:
+        gate.find(source)
+    except gate.NoOmlx as error:
+        raise CommandError(f"--omlx-src {error}") from None
+
+
+def switch_problem() -> str | None:
+    """Why the line that switches the package on will not run here, or None.
+
+    macOS skips a ``.pth`` with the hidden flag without a word; other causes are
+    an upgrade that rebuilt the environment, and a package on ``PYTHONPATH``.
+    """
+    folder = Path(sysconfig.get_path("purelib"))
+    user = [Path(p) for p in sys.path if p.endswith("site-packages")]
+    for place in (folder, *user):
+        line = place / "omlx_admission.pth"
+        if line.is_file():
+            if getattr(line.stat(), "st_flags", 0) & 0x8000:
+                return f"{line} has the hidden flag, so Python skips it: chflags nohidden it"
+            return None
+    return f"omlx_admission.pth is in no site-packages of this Python ({folder})"
+
+
+def as_json(report: Report, switch: str | None) -> dict[str, Any]:
+    """The report as plain data; the schema's version is its first key."""
+    return {
+        "schema": 1,
+        "omlx_admission": __version__,
+        "omlx": {
+            "path": str(report.found.root) if report.found else None,
+            "version": report.found.version if report.found else None,
+            "supported": str(gate.SUPPORTED),
+            "problem": report.problem,
+        },
+        "switch": {"problem": switch},
+        "settings": {
+            "values": {name: getattr(report.settings, name) for name in vars(report.settings)},
+            "problems": report.setting_problems,
+        },
+        "features": [
+            {
+                "name": v.feature.name,
+                "state": v.state.value,
+                "variable": v.feature.variable,
+                "summary": v.feature.summary,
+                "reasons": v.reasons,
+                "needs": [str(need) for need in v.feature.needs],
+            }
+            for v in report.verdicts
+        ],
+    }
+
+
+def as_lines(report: Report, switch: str | None) -> list[str]:
+    """The report for a terminal."""
+    if report.found is None:
+        omlx = f"none: {report.problem}"
+    else:
+        omlx = f"{report.found.version or 'unknown release'} in {report.found.root}"
+    lines = [
+        f"omlx-admission  {__version__}",
+        f"oMLX            {omlx}",
+        f"supported       {gate.SUPPORTED}",
+        f"switched on by  {'omlx_admission.pth' if switch is None else 'nothing: ' + switch}",
+        "",
+    ]
+    lines += [f"setting         {problem}" for problem in report.setting_problems]
+    for verdict in report.verdicts:
+        lines.append(
+            f"{verdict.feature.name:<15} {verdict.state.value:<9} {verdict.feature.summary}"
+        )
+        if verdict.state is not State.READY:
+            lines += [f"{'':<15} {'':<9} - {reason}" for reason in verdict.reasons]
+    return lines
