@@ -1,0 +1,1 @@
+"""Request and answer formats, and the audio routes."""

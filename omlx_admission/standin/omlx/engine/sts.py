@@ -1,0 +1,9 @@
+"""The class of speech processing engines."""
+
+from __future__ import annotations
+
+from .audio import AudioEngine
+
+
+class STSEngine(AudioEngine):
+    """A speech processing model."""

@@ -1,0 +1,9 @@
+"""The class of speech synthesis engines."""
+
+from __future__ import annotations
+
+from .audio import AudioEngine
+
+
+class TTSEngine(AudioEngine):
+    """A speech synthesis model."""

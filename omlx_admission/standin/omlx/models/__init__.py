@@ -1,0 +1,1 @@
+"""Model wrappers used by the engines that run on the global thread."""

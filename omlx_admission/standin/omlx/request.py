@@ -1,0 +1,73 @@
+"""What one generation asks for and gives back."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class SamplingParams:
+    """How to choose tokens; ``top_k=0`` and ``seed=None`` mean unset."""
+
+    max_tokens: int = 256
+    temperature: float = 0.7
+    top_p: float = 0.9
+    top_k: int = 0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    seed: int | None = None
+
+
+@dataclass
+class Request:
+    """A prompt on its way through one scheduler."""
+
+    request_id: str
+    prompt: str | list[int]
+    sampling_params: SamplingParams
+    arrival_time: float = field(default_factory=time.time)
+    prompt_token_ids: list[int] | None = None
+    num_prompt_tokens: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    #: Set once its prompt did not fit and an eviction was asked for on its behalf.
+    eviction_tried: bool = False
+
+
+@dataclass
+class RequestOutput:
+    """New tokens of one request; ``error_code`` names a structured failure."""
+
+    request_id: str
+    new_token_ids: list[int] = field(default_factory=list)
+    new_text: str = ""
+    output_token_ids: list[int] = field(default_factory=list)
+    output_text: str = ""
+    finished: bool = False
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    generated_at: float | None = None
+    generated_until: float | None = None
+    first_token_at: float | None = None
+    cached_tokens: int = 0
+    tool_calls: list[dict[str, str]] | None = None
+    error: str | None = None
+    error_code: str | None = None
+    error_metadata: dict[str, Any] | None = None

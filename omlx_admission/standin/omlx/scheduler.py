@@ -1,0 +1,293 @@
+"""One engine's queue and its decode steps.
+
+Everything here but ``add_request`` and ``abort_request`` runs on the engine's
+own thread. A step gives each running request one token; the token after it is
+already submitted when the step returns, as mlx-lm's batch generator does.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from .decode_activity import get_decode_activity
+from .exceptions import PrefillMemoryExceededError, SchedulerQueueFullError
+from .generation import Sequence
+from .request import Request, RequestOutput, RequestStatus
+from .utils.metal_sync import _sync_and_clear_cache
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SchedulerConfig:
+    """Limits and sizes. One instance is shared by the pool and overwritten per load."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    completion_batch_size: int = 32
+    embedding_batch_size: int = 32
+    prefill_step_size: int = 2048
+    chunked_prefill: bool = False
+    prefill_speed_priority: bool = False
+    decode_fairness: bool = True
+    paged_ssd_cache_dir: str | None = None
+    model_name: str = ""
+    model_path: str = ""
+
+
+@dataclass
+class PrefillEvictionRequest:
+    """A prompt that fits only if the pool evicts something first."""
+
+    request_id: str
+    target_cap_bytes: int
+    predicted_transient_bytes: int
+
+
+@dataclass
+class SchedulerOutput:
+    """What one step did; ``has_work`` False lets the loop sleep."""
+
+    scheduled_request_ids: list[str] = field(default_factory=list)
+    num_scheduled_tokens: int = 0
+    finished_request_ids: set[str] = field(default_factory=set)
+    outputs: list[RequestOutput] = field(default_factory=list)
+    prefill_eviction_request: PrefillEvictionRequest | None = None
+    has_work: bool = False
+
+
+class Scheduler:
+    """Queue, admission and decode of one model."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: SchedulerConfig | None = None,
+        stream: Any = None,
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config or SchedulerConfig()
+        self._stream = stream
+        self.waiting: deque[Request] = deque()
+        self.running: dict[str, Sequence] = {}
+        self.prefilling: list[Request] = []
+        self.requests: dict[str, Request] = {}
+        self._pending_abort_ids: set[str] = set()
+        self._abort_lock = threading.Lock()
+        self._decode_activity_key = f"{self.config.model_name}:{id(self):x}"
+        # Written by the memory enforcer, in bytes; 0 is no limit.
+        self._memory_limit_bytes = 0
+        self._memory_hard_limit_bytes = 0
+        self._memory_hard_watermark_bytes = 0
+        self._prefill_memory_guard = True
+        self._admission_paused = False
+        self._last_mlx_active_memory_bytes = 0
+        self._kv_bytes_per_token = 0
+
+    # -- from the event loop ------------------------------------------------
+
+    def abort_request(self, request_id: str) -> bool:
+        """Mark for removal at the start of the next step; True if it is known."""
+        with self._abort_lock:
+            self._pending_abort_ids.add(request_id)
+        return request_id in self.requests
+
+    def has_requests(self) -> bool:
+        """Whether a step would have anything to do."""
+        return bool(self.waiting or self.running or self.prefilling or self._pending_abort_ids)
+
+    def preflight_eviction_request(
+        self,
+        *,
+        num_prompt_tokens: int,
+        cached_tokens: int = 0,
+        request_id: str | None = None,
+    ) -> PrefillEvictionRequest | None:
+        """What would have to be freed for this prompt; None when it fits."""
+        limit = self._memory_hard_limit_bytes
+        if limit <= 0 or not self._prefill_memory_guard:
+            return None
+        predicted = (num_prompt_tokens - cached_tokens) * self._token_bytes()
+        if self._last_mlx_active_memory_bytes + predicted <= limit:
+            return None
+        return PrefillEvictionRequest(request_id or "preflight", limit, predicted)
+
+    def preflight_or_raise(
+        self,
+        *,
+        num_prompt_tokens: int,
+        cached_tokens: int = 0,
+        request_id: str | None = None,
+    ) -> None:
+        """Raise PrefillMemoryExceededError for a prompt that does not fit."""
+        needed = self.preflight_eviction_request(
+            num_prompt_tokens=num_prompt_tokens,
+            cached_tokens=cached_tokens,
+            request_id=request_id,
+        )
+        if needed is not None:
+            estimated = self._last_mlx_active_memory_bytes + needed.predicted_transient_bytes
+            raise PrefillMemoryExceededError(
+                f"a prompt of {num_prompt_tokens} tokens needs about {estimated} bytes",
+                request_id=request_id,
+                estimated_bytes=estimated,
+                limit_bytes=needed.target_cap_bytes,
+            )
+
+    def has_pending_route_preflight_cleanup(self) -> bool:
+        """Whether memory of finished requests is still on its way out (never here)."""
+        return False
+
+    def get_cached_mlx_active_memory_bytes(self) -> int:
+        """The last reading of MLX memory taken on the engine's thread."""
+        return self._last_mlx_active_memory_bytes
+
+    # -- on the engine's thread ---------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; raises SchedulerQueueFullError at the depth limit."""
+        limit = max(self.config.max_num_seqs * 4, 32)
+        if len(self.waiting) >= limit:
+            raise SchedulerQueueFullError(current_depth=len(self.waiting), max_depth=limit)
+        if request.prompt_token_ids is None:
+            prompt = request.prompt
+            request.prompt_token_ids = list(
+                self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            )
+        request.num_prompt_tokens = len(request.prompt_token_ids)
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def step(self) -> SchedulerOutput:
+        """Admit what may start, then one token for each running request."""
+        output = SchedulerOutput()
+        get_decode_activity().publish(self._decode_activity_key, len(self.running))
+        self._drop_aborted()
+        self._admit(output)
+        if self.running:
+            output.has_work = True
+            for request_id, sequence in list(self.running.items()):
+                result = sequence.advance()
+                output.outputs.append(result)
+                if result.finished:
+                    output.finished_request_ids.add(request_id)
+                    self._forget(request_id)
+            self._last_mlx_active_memory_bytes = mx.get_active_memory()
+        return output
+
+    def fail_all_requests(self) -> list[str]:
+        """Drop everything after an error in a step; returns the ids dropped."""
+        failed = list(self.requests)
+        self._clear()
+        _sync_and_clear_cache(self._stream)
+        return failed
+
+    def refresh_route_preflight_usage(self) -> None:
+        """Take a fresh reading of MLX memory."""
+        self._last_mlx_active_memory_bytes = mx.get_active_memory()
+
+    def _reclaim_prefill_headroom(self) -> None:
+        """Give cached buffers back before a prompt is judged too large."""
+        _sync_and_clear_cache(self._stream)
+        self.refresh_route_preflight_usage()
+
+    def reset(self) -> None:
+        """Drop all requests and leave the activity registry."""
+        get_decode_activity().remove(self._decode_activity_key)
+        self._clear()
+
+    def shutdown(self) -> None:
+        """First part of a teardown."""
+        self.reset()
+
+    def deep_reset(self) -> None:
+        """Second part of a teardown: nothing may keep the weights alive."""
+        self.reset()
+        self.model = None
+        self.tokenizer = None
+        gc.collect()
+
+    def get_stats(self) -> dict[str, Any]:
+        """Queue sizes."""
+        return {"num_waiting": len(self.waiting), "num_running": len(self.running)}
+
+    # -- internals ----------------------------------------------------------
+
+    def _admit(self, output: SchedulerOutput) -> None:
+        while self.waiting and len(self.running) < self.config.max_num_seqs:
+            # Under pressure nothing may join, but an empty engine takes one: it
+            # could otherwise never finish the work that would end the pressure.
+            if self._admission_paused and self.running:
+                return
+            request = self.waiting[0]
+            needed = self.preflight_eviction_request(
+                num_prompt_tokens=request.num_prompt_tokens, request_id=request.request_id
+            )
+            if needed is not None and not request.eviction_tried:
+                request.eviction_tried = True
+                output.prefill_eviction_request = needed
+                output.has_work = True
+                return
+            self.waiting.popleft()
+            if needed is not None:
+                output.outputs.append(self._rejection(request, needed))
+                output.has_work = True
+                self._forget(request.request_id)
+                continue
+            output.scheduled_request_ids.append(request.request_id)
+            output.num_scheduled_tokens += request.num_prompt_tokens
+            request.status = RequestStatus.RUNNING
+            sequence = Sequence(self.model, self.tokenizer, request, self._stream)
+            sequence.prefill(self.config.prefill_step_size)
+            self.running[request.request_id] = sequence
+            self._kv_bytes_per_token = self._kv_bytes_per_token or sequence.bytes_per_token()
+
+    def _rejection(self, request: Request, needed: PrefillEvictionRequest) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            finished=True,
+            finish_reason="error",
+            error=f"the prompt needs about {needed.predicted_transient_bytes} bytes more",
+            error_code="prefill_memory_exceeded",
+            error_metadata={
+                "request_id": request.request_id,
+                "estimated_bytes": needed.predicted_transient_bytes,
+                "limit_bytes": needed.target_cap_bytes,
+            },
+        )
+
+    def _drop_aborted(self) -> None:
+        with self._abort_lock:
+            aborted, self._pending_abort_ids = self._pending_abort_ids, set()
+        for request_id in aborted:
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        request = self.requests.pop(request_id, None)
+        self.running.pop(request_id, None)
+        if request is not None:
+            request.status = RequestStatus.FINISHED
+            with suppress(ValueError):
+                self.waiting.remove(request)
+
+    def _clear(self) -> None:
+        self.waiting.clear()
+        self.running.clear()
+        self.prefilling.clear()
+        self.requests.clear()
+        with self._abort_lock:
+            self._pending_abort_ids.clear()
+
+    def _token_bytes(self) -> int:
+        # Before the first request nothing is known; a kilobyte is a tiny model's KV.
+        return self._kv_bytes_per_token or 1024
