@@ -19,6 +19,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "omlx_admission.surfaces.demo",
         "stock and patched side by side on three tiny models",
     ),
+    "report": (
+        "omlx_admission.surfaces.report",
+        "GPU exposure and lockups counted so far, and what they prove about turns",
+    ),
+    "repro": (
+        "omlx_admission.surfaces.repro",
+        "two threads, two MLX streams, with and without turns: does the GPU hang?",
+    ),
 }
 
 
