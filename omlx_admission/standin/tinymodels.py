@@ -120,7 +120,8 @@ def _llama_weights(
     def random(*shape: int) -> mx.array:
         nonlocal key
         key, use = mx.random.split(key)
-        return mx.random.normal(shape, key=use) * (shape[-1] ** -0.5)
+        values: mx.array = mx.random.normal(shape, key=use) * (shape[-1] ** -0.5)
+        return values
 
     def into_residual(*shape: int) -> mx.array:
         # Row 0 is zero: no layer may disturb the steady coordinate.
@@ -163,7 +164,8 @@ def _bert_weights(config: dict[str, Any], seed: int) -> dict[str, mx.array]:
     def random(*shape: int) -> mx.array:
         nonlocal key
         key, use = mx.random.split(key)
-        return mx.random.normal(shape, key=use) * (shape[-1] ** -0.5)
+        values: mx.array = mx.random.normal(shape, key=use) * (shape[-1] ** -0.5)
+        return values
 
     weights: dict[str, mx.array] = {}
 

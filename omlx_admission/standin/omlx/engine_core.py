@@ -252,7 +252,10 @@ class EngineCore:
         request_id: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """Queue a prompt; returns its id. Waits for the burst in progress."""
+        """Queue a prompt; returns its id. Waits for the burst in progress.
+
+        Real engines take a score of further options here; they are ignored.
+        """
         request_id = request_id or str(uuid.uuid4())
         request = Request(request_id, prompt, sampling_params or SamplingParams())
         self._output_collectors[request_id] = RequestOutputCollector(aggregate=True)

@@ -56,8 +56,8 @@ class EngineEntry:
     engine_type: str
     estimated_size: int
     text_only_size: int = 0
-    runtime_estimated_size: int | None = None
     actual_size: int | None = None
+    runtime_estimated_size: int | None = None
     config_model_type: str = ""
     thinking_default: bool | None = None
     preserve_thinking_default: bool | None = None

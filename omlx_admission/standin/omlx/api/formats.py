@@ -215,7 +215,7 @@ def message_body(model: str, output: GenerationOutput) -> str:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": output.cached_tokens,
     }
-    content = [{"type": "text", "text": output.text}]
+    content = [{"type": "text", "text": output.text, "cache_control": None}]
     return dump(_message(model, content, _stop_reason(output), counts))
 
 
@@ -292,6 +292,8 @@ def _response(
             "input_tokens": output.prompt_tokens,
             "output_tokens": output.completion_tokens,
             "total_tokens": output.prompt_tokens + output.completion_tokens,
+            "input_tokens_details": {"cached_tokens": output.cached_tokens},
+            "output_tokens_details": {"reasoning_tokens": 0},
         },
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

@@ -52,7 +52,11 @@ class RerankerEngine(BaseNonStreamingEngine):
             gc.collect()
 
     async def rerank(
-        self, query: str, documents: list[Any], top_n: int | None = None
+        self,
+        query: str,
+        documents: list[Any],
+        top_n: int | None = None,
+        max_length: int | None = None,
     ) -> RerankOutput:
         """Score ``documents`` against ``query``; at most ``top_n`` positions come back."""
         model = self._model
@@ -63,7 +67,7 @@ class RerankerEngine(BaseNonStreamingEngine):
 
         def _rerank_sync() -> tuple[list[float], int]:
             try:
-                return model.rerank(query, texts)
+                return model.rerank(query, texts, max_length)
             finally:
                 mx.synchronize()
                 mx.clear_cache()

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from .batched import BatchedEngine
+from .text import TextEngine
 
 
-class VLMBatchedEngine(BatchedEngine):
+class VLMBatchedEngine(TextEngine):
     """A vision model, which ``force_lm`` reloads as a plain text model."""
+
+    # On this class itself, as in oMLX, for whoever wraps them here.
+    async def start(self) -> None:
+        """Load the model on the global thread and start the loop."""
+        await super().start()
+
+    async def stop(self) -> None:
+        """End the loop and tear the core down, blocking the event loop meanwhile."""
+        await super().stop()

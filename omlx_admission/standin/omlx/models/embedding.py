@@ -51,7 +51,13 @@ class MLXEmbeddingModel:
         mx.synchronize()
         mx.clear_cache()
 
-    def embed(self, inputs: list[str], max_length: int | None = None) -> EmbeddingOutput:
+    def embed(
+        self,
+        inputs: list[str],
+        max_length: int | None = None,
+        padding: bool = True,
+        truncation: bool = True,
+    ) -> EmbeddingOutput:
         """Vectors of ``inputs``; longer texts are cut at ``max_length`` tokens."""
         limit = max_length or self._config["max_position_embeddings"] - 1
         ids = [self._tokenizer.encode(text).ids[:limit] or [0] for text in inputs]

@@ -19,12 +19,14 @@ class MLXRerankerModel:
         """Drop the weights."""
         self._embedder.close()
 
-    def rerank(self, query: str, documents: list[str]) -> tuple[list[float], int]:
+    def rerank(
+        self, query: str, documents: list[str], max_length: int | None = None
+    ) -> tuple[list[float], int]:
         """Scores in document order, and the tokens read; one forward per document."""
-        wanted = self._embedder.embed([query])
+        wanted = self._embedder.embed([query], max_length)
         scores, tokens = [], wanted.total_tokens
         for document in documents:
-            found = self._embedder.embed([document])
+            found = self._embedder.embed([document], max_length)
             pairs = zip(wanted.embeddings[0], found.embeddings[0], strict=True)
             scores.append(sum(a * b for a, b in pairs))
             tokens += found.total_tokens
