@@ -1,0 +1,45 @@
+"""The four tiny models of the demo, and the memory in which one main model fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+#: ``--memory-guard-gb`` of the demo's servers. The sizes below are what oMLX
+#: counts, not what the models use: they leave a gigabyte for the process, and
+#: ``A`` with ``D`` stays under oMLX's soft limit of 85 %, above which it evicts.
+MEMORY_GB = 4.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model: the letter in tables and pictures, the name that is asked for."""
+
+    letter: str
+    name: str
+    counted_bytes: int
+    what: str
+
+
+A = Model("A", "demo-a", 2_700_000_000, "resident at the start")
+B = Model("B", "demo-b", 2_700_000_000, "as large as A: both do not fit")
+C = Model("C", "demo-huge", 5_000_000_000, "larger than the memory: never fits")
+D = Model("D", "demo-small", 300_000_000, "small: fits beside A")
+MODELS = (A, B, C, D)
+
+
+def make(directory: Path) -> None:
+    """Write all models below ``directory``: sparse files, a few seconds at most."""
+    from omlx_admission.standin.tinymodels import make_text_model
+
+    for seed, model in enumerate(MODELS):
+        # 300 tokens per second on one CPU core: a stream of seconds has hundreds
+        # of tokens, and a short answer takes less than a tenth of a second.
+        make_text_model(
+            directory,
+            name=model.name,
+            counted_bytes=model.counted_bytes,
+            seed=seed,
+            hidden=256,
+            layers=4,
+        )
