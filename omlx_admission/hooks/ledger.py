@@ -30,7 +30,7 @@ class _Entry:
 
 @dataclass
 class Ledger:
-    """The changes of this process, in order; wrappers lie round each other, so all go at once."""
+    """The changes of this process, in order. Wrappers lie round each other: all go at once."""
 
     _entries: list[_Entry] = field(default_factory=list)
     _undo_actions: list[Callable[[], None]] = field(default_factory=list)

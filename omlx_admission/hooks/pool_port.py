@@ -135,13 +135,11 @@ class OmlxPool:
         if engine is None:
             return False
         try:
-            if not engine.has_active_requests():
-                return False
-        except AttributeError:
-            return False
+            # `is True`, as the pool's own check has it.
+            active = engine.has_active_requests() is True
         except Exception:  # noqa: BLE001 - a check that cannot answer must not pin memory
             return False
-        return not _loop_has_died(engine)
+        return active and not _loop_has_died(engine)
 
     def _is_ready(self, target: Target) -> bool:
         entry = self._pool._entries.get(target.model)
@@ -257,9 +255,22 @@ class OmlxPool:
         error: Exception = self._errors.ModelNotFoundError(model, list(self._pool._entries))
         return error
 
-    def too_large(self, model: str, size: int, view: PoolView) -> Exception:
+    def too_large(self, model: str, size: int, view: PoolView, text: str) -> Exception:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""
-        error: Exception = self._errors.ModelTooLargeError(model, size, view.ceiling)
+        errors, pool = self._errors, self._pool
+        error: Exception
+        if size <= view.ceiling or view.ceiling <= 0:
+            # It would fit but for what is pinned: stock has another name for that.
+            error = errors.InsufficientMemoryError(size, view.used, text)
+            return error
+        extra: dict[str, Any] = {}
+        advise = getattr(pool, "_ceiling_binding_and_advice", None)
+        if advise is not None:
+            binding, advice = advise(
+                ceiling=view.ceiling, current=view.used, tail="use a smaller model"
+            )
+            extra = {"binding": binding, "advice": advice}
+        error = errors.ModelTooLargeError(model, size, view.ceiling, **extra)
         return error
 
     def refused(self, refusal: Refusal) -> Exception:

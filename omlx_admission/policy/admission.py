@@ -322,8 +322,8 @@ class AdmissionPolicy:
             if target in view.ready:
                 continue  # gated: its turn comes after the overdue one
             wish = self._plan(target, view, now)
-            if wish.kind is PlanKind.FITS:
-                self._begin(view, target, wish, "fits", now, actions)
+            if wish.kind in (PlanKind.FITS, PlanKind.ASK):
+                self._begin(view, target, wish, wish.kind.value, now, actions)
                 return
             if wish.kind is PlanKind.EVICT and (
                 target == overdue
@@ -389,7 +389,7 @@ class AdmissionPolicy:
         wish = self._plan(swap.target, view, now)
         if now < self._queues[swap.target].retry_at:
             return
-        if wish.kind in (PlanKind.FITS, PlanKind.EVICT):
+        if wish.kind in (PlanKind.FITS, PlanKind.EVICT, PlanKind.ASK):
             self._load(view, wish, now, actions)
         elif wish.kind is PlanKind.DRAIN:
             swap.victims = wish.victims

@@ -17,7 +17,8 @@ class PlanKind(enum.Enum):
     EVICT = "evict"  # idle models leave
     DRAIN = "drain"  # at least one busy model has to drain first
     SETTLE = "settle"  # room is on its way: a load or unload is under way
-    BLOCKED = "blocked"  # memory is held by something that is no model of ours
+    BLOCKED = "blocked"  # what could leave does not suffice: wait for what is in the way
+    ASK = "ask"  # nothing of ours is in the way: only the pool can tell
     NEVER = "never"  # larger than the ceiling less what is pinned
 
 
@@ -125,4 +126,8 @@ def _cannot(
         if not victims:
             return Plan(PlanKind.FITS)
         return Plan(PlanKind.DRAIN if busy else PlanKind.EVICT, victims, busy)
+    if not candidates and not in_transit and not forced and not view.max_models:
+        # The memory is held by something that is no model of ours, residue of a
+        # failed load or another process. Asking the pool evicts nobody here.
+        return Plan(PlanKind.ASK)
     return Plan(PlanKind.BLOCKED)

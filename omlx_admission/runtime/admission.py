@@ -11,7 +11,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omlx_admission.policy.admission import AdmissionPolicy
@@ -95,6 +95,7 @@ class Admission:
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._loads: set[asyncio.Task[None]] = set()
+        self._shortages: dict[Target, Exception] = {}
         self._stepping = False
         self._again = False
         self._closing = False
@@ -217,9 +218,18 @@ class Admission:
         refusal = self._refusal(
             pending.ask, "model_swap_timeout", view, now - waiter.enqueued, waiter
         )
-        if self.policy.leave(waiter, Outcome.EXPIRED):
+        if not self.policy.leave(waiter, Outcome.EXPIRED):
+            return
+        shortage = self._shortages.get(waiter.target)
+        if shortage is not None and not any(m.busy or m.loading for m in view.models.values()):
+            # None of our models is in the way: the pool's own words name what is.
+            text = f"{shortage} Try again in about {refusal.retry_after} s."
+            refusal = replace(refusal, message=text)
+            self._refused(refusal, pending.request)
+            self._end(waiter, self.port.copy_error(shortage))
+        else:
             self._end(waiter, self._refused(refusal, pending.request))
-            self.step()
+        self.step()
 
     def _client_left(self, waiter: Waiter) -> None:
         if self.policy.leave(waiter, Outcome.CANCELLED):
@@ -342,8 +352,9 @@ class Admission:
             raise
         except Exception as error:  # noqa: BLE001 - it is the waiters' answer
             if self.port.passes(error):
-                logger.info("admission: no room yet for '%s': %s", target.model, error)
+                logger.debug("admission: no room yet for '%s': %s", target.model, error)
                 self.policy.load_refused(target, self._now())
+                self._shortages[target] = self.port.copy_error(error)
             else:
                 waiters = self.policy.load_failed(target)
                 logger.warning("admission: '%s' failed to load: %s", target.model, error)
@@ -352,6 +363,7 @@ class Admission:
             # No await since the pool set the engine: the model is granted in the
             # very step that made it resident, before anybody can see it idle.
             now = self._now()
+            self._shortages.pop(target, None)
             waiters = self.policy.load_succeeded(target, now)
             logger.info(
                 "admission: '%s' resident after %.2f s, %d served",
@@ -410,7 +422,7 @@ class Admission:
         text = too_large_text(ask, view)
         if request is not None:
             request.refusal = Refusal(507, "model_too_large", text)
-        return self.port.too_large(ask.target.model, ask.size, view)
+        return self.port.too_large(ask.target.model, ask.size, view, text)
 
     # -- time ---------------------------------------------------------------
 

@@ -57,8 +57,8 @@ class PoolPort(Protocol):
     def not_found(self, model: str) -> Exception:
         """The pool's own error for a model that is not registered."""
 
-    def too_large(self, model: str, size: int, view: PoolView) -> Exception:
-        """The pool's own error for a model that never fits."""
+    def too_large(self, model: str, size: int, view: PoolView, text: str) -> Exception:
+        """The pool's own error for a model that never fits; ``text`` says why."""
 
     def refused(self, refusal: Refusal) -> Exception:
         """The error that carries ``refusal`` through the server unharmed."""
