@@ -9,26 +9,29 @@ argument. Two rules keep it right.
   :meth:`leave`), and its outcome is set there.
 
 Theory of operation. The loaded model serves freely ("exhaustive service":
-fewest swaps) until the oldest waiter for another model is W seconds old. Then
+fewest swaps) until another model has been waited for W seconds. Then
 its gate closes: new requests for it queue, it drains, and the swap goes to the
-model with the oldest head. That bounds every wait by
+model that was waited for longest. That bounds every wait by
 ``W + R + (M-2)(S + ceil(q/C) R) + S`` with R the longest residual of a running
 request, S the swap, M models, q waiters and C slots a model. An idle model is
 given up at once, unless it has shown that it comes back within h seconds; then
-it is kept for h. A decision to swap is withdrawn only when its last waiter
-leaves.
+it is kept for h. A decision to swap stands: it is withdrawn only when its last
+waiter leaves, or when the drain has run into its limit, because an engine that
+never becomes idle must not hold everybody for ever.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from omlx_admission.policy.estimates import Dials, Estimates
+from omlx_admission.policy.linger import Linger
 from omlx_admission.policy.model import (
     Action,
+    CancelLoad,
     Drain,
     Grant,
     Load,
@@ -42,25 +45,43 @@ from omlx_admission.policy.model import (
     Undrain,
     Waiter,
 )
-from omlx_admission.policy.planner import Plan, PlanKind, plan
+from omlx_admission.policy.planner import Plan, PlanKind, after, fits, plan
 
 #: First and longest pause in seconds before a load that met a passing shortage
 #: is tried again; it doubles in between.
 _RETRY_FIRST_S = 0.05
 _RETRY_LONGEST_S = 1.0
 
+#: So many refused loads in a row, and a target no longer keeps others waiting.
+_PATIENCE_REFUSALS = 5
+
+#: So many seconds of an unload that does not end, and the target that waits for
+#: its room no longer keeps others waiting. oMLX's settle barrier gives up after 8 s.
+_PATIENCE_SETTLE_S = 10.0
+
 #: While room is on its way without an event of ours to announce it (memory that
 #: settles, another tool's unload), look again after this many seconds.
 _SETTLE_POLL_S = 0.05
 
+#: How many seconds a model keeps the age of its demand after its last waiter was
+#: refused (it was told to come back within 60 s) or left (clients that time out
+#: send again within seconds). Else a client whose own limit is below W would
+#: never grow old enough to be served.
+_COMES_BACK_S = {Outcome.EXPIRED: 65.0, Outcome.CANCELLED: 10.0}
+
 
 @dataclass(slots=True)
 class _Queue:
-    """Waiters of one target, first in first out, each removable in O(1)."""
+    """Waiters of one target, first in first out, each removable in O(1).
 
+    ``since`` is when the demand that they are part of began.
+    """
+
+    since: float
     waiters: OrderedDict[int, Waiter] = field(default_factory=OrderedDict)
     retry_at: float = 0.0
     retries: int = 0
+    settling_since: float | None = None
 
     @property
     def head(self) -> Waiter:
@@ -73,7 +94,7 @@ class AdmissionPolicy:
     Attributes:
         gated: models that take no new requests now (read on the hot path).
         swap: the transition that was decided, draining or loading, or None.
-        side: a load that fits beside a draining swap, or None.
+        side: a load beside a draining swap that does not touch it, or None.
         wake_at: when :meth:`step` should run again though nothing happened;
             None when only an event can change anything.
     """
@@ -88,10 +109,12 @@ class AdmissionPolicy:
         self._queues: dict[Target, _Queue] = {}
         self._sequence = 0
         self._waiting = 0
-        self._idle_since: dict[str, float] = {}
-        self._given_up: dict[Target, float] = {}
-        self._comes_back: set[Target] = set()
+        self._latest = 0.0
+        self._marked: set[str] = set()
+        self._demands: dict[Target, tuple[float, float]] = {}
+        self._no_drain_before: dict[Target, float] = {}
         self._sizes: dict[str, int] = {}
+        self._linger = Linger(self._linger_of)
 
     # -- what is known ------------------------------------------------------
 
@@ -102,8 +125,18 @@ class AdmissionPolicy:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Targets that somebody waits for, oldest head first."""
-        return tuple(sorted(self._queues, key=lambda t: self._queues[t].head.sequence))
+        """Targets that somebody waits for, the longest wanted first."""
+        return tuple(
+            sorted(
+                self._queues,
+                key=lambda t: (self._queues[t].since, self._queues[t].head.sequence),
+            )
+        )
+
+    @property
+    def marked(self) -> frozenset[str]:
+        """Models in memory that were told to drain and not told otherwise since."""
+        return frozenset(self._marked)
 
     def head(self, target: Target) -> Waiter | None:
         """The first waiter for ``target``, None if nobody waits for it."""
@@ -115,13 +148,15 @@ class AdmissionPolicy:
         queue = self._queues.get(target)
         return tuple(queue.waiters.values()) if queue else ()
 
+    def wanted_since(self, target: Target) -> float | None:
+        """When the demand for ``target`` began, None if nobody waits for it."""
+        queue = self._queues.get(target)
+        return queue.since if queue else None
+
     def ahead_of(self, waiter: Waiter) -> int:
-        """How many models are served before ``waiter``'s by the order of heads."""
-        queue = self._queues.get(waiter.target)
-        if queue is None:
-            return 0
-        mine = queue.head.sequence
-        return sum(1 for q in self._queues.values() if q.head.sequence < mine)
+        """How many models are served before ``waiter``'s by the order of demand."""
+        targets = self.targets
+        return targets.index(waiter.target) if waiter.target in targets else 0
 
     def estimate(self, target: Target, size: int, view: PoolView, now: float) -> float:
         """Seconds until ``target`` could be served if it were asked for now.
@@ -169,15 +204,18 @@ class AdmissionPolicy:
         since: float | None = None,
     ) -> Waiter:
         """Add a waiter. ``since`` keeps the age of one that has waited before."""
+        self._latest = max(self._latest, now)
         self._sequence += 1
         enqueued = now if since is None else since
         waiter = Waiter(self._sequence, target, size, enqueued, deadline, context)
         self._sizes[target.model] = size
-        given_up = self._given_up.pop(target, None)
-        if given_up is not None and now - given_up <= self._linger_of(target.model):
-            # It was wanted again sooner than its swap was worth: ping-pong.
-            self._comes_back.add(target)
-        queue = self._queues.setdefault(target, _Queue())
+        queue = self._queues.get(target)
+        if queue is None:
+            self._linger.wanted(target, now)
+            began, until = self._demands.pop(target, (enqueued, now))
+            queue = self._queues[target] = _Queue(
+                min(began, enqueued) if now <= until else enqueued
+            )
         queue.waiters[waiter.sequence] = waiter
         self._waiting += 1
         return waiter
@@ -192,11 +230,13 @@ class AdmissionPolicy:
         self._waiting -= 1
         if not queue.waiters:
             del self._queues[waiter.target]
+            self._remember(waiter.target, queue, outcome)
         return True
 
     def used(self, model: str, now: float) -> None:
         """A request of ``model`` ended: if it is idle now, it is idle since now."""
-        self._idle_since[model] = now
+        self._latest = max(self._latest, now)
+        self._linger.idle(model, now)
 
     def load_succeeded(self, target: Target, now: float) -> tuple[Waiter, ...]:
         """``target`` is resident: all its waiters are granted in this step.
@@ -206,7 +246,7 @@ class AdmissionPolicy:
         """
         swap = self._end_load(target)
         self.estimates.saw_swap(target.model, now - swap.load_started)
-        self._idle_since[target.model] = now
+        self._linger.idle(target.model, now)
         return self._take_all(target, Outcome.GRANTED)
 
     def load_refused(self, target: Target, now: float) -> None:
@@ -238,10 +278,12 @@ class AdmissionPolicy:
 
     def step(self, view: PoolView, now: float) -> list[Action]:
         """Decide all that can be decided now. Idempotent for an unchanged view."""
+        self._latest = max(self._latest, now)
         actions: list[Action] = []
-        self._observe(view, now)
+        self._linger.observe(view, now)
+        self._marked &= view.models.keys()  # whoever left memory took its mark along
         self._refuse_hopeless(view, actions)
-        self._withdraw_abandoned_swap(actions)
+        self._review_swap(view, now, actions)
         overdue = self._overdue(view, now)
         self._grant_ready(view, overdue, now, actions)
         if self.swap is None:
@@ -250,19 +292,12 @@ class AdmissionPolicy:
             self._advance_drain(view, now, actions)
         if self.swap is not None and not self.swap.loading and self.side is None:
             self._load_beside_drain(view, now, actions)
+        self._cancel_hung(now, actions)
+        self._unmark_spared(actions)
         # A swap begun above changes who is overdue and whose gate is closed.
         self.gated = self._closed_models(view, self._overdue(view, now), now)
         self.wake_at = self._next_wake(view, now)
         return actions
-
-    def _observe(self, view: PoolView, now: float) -> None:
-        for model in view.models.values():
-            if model.busy or model.loading:
-                self._idle_since.pop(model.model, None)
-            else:
-                self._idle_since.setdefault(model.model, now)
-        for gone in self._idle_since.keys() - view.models.keys():
-            del self._idle_since[gone]
 
     def _refuse_hopeless(self, view: PoolView, actions: list[Action]) -> None:
         for target in self.targets:
@@ -277,20 +312,33 @@ class AdmissionPolicy:
             waiters = self._take_all(target, Outcome.REFUSED)
             actions.append(Refuse(target, waiters, reason))
 
-    def _withdraw_abandoned_swap(self, actions: list[Action]) -> None:
+    def _review_swap(self, view: PoolView, now: float, actions: list[Action]) -> None:
+        """End a drain for nobody, for a target that serves by now, or past its limit."""
         swap = self.swap
-        if swap is None or swap.loading or swap.target in self._queues:
+        if swap is None or swap.loading:
             return
-        if swap.drained:
-            actions.append(Undrain(tuple(sorted(swap.drained))))
-        self.swap = None
+        if swap.target not in self._queues:
+            self.swap = None
+        elif swap.target in view.ready:
+            # Somebody else has loaded it; it was first in line, so it is served.
+            self.swap = None
+            actions.append(Grant(swap.target, self._take_all(swap.target, Outcome.GRANTED)))
+        elif now - swap.started >= self.dials.drain_limit:
+            # Its victims serve again for as long as they would have before.
+            self._no_drain_before[swap.target] = now + self._age_of(swap.target)
+            self.swap = None
 
     def _overdue(self, view: PoolView, now: float) -> Target | None:
-        """The target whose head is W old and has waited longest, or None."""
+        """The target that has been wanted for W seconds, and longest; or None."""
         for target in self.targets:
+            queue = self._queues[target]
             if self._is_loading(target) or target in view.ready:
                 continue
-            if now - self._queues[target].head.enqueued >= self._age_of(target):
+            if queue.retries >= _PATIENCE_REFUSALS:
+                continue
+            if now < self._no_drain_before.get(target, now):
+                continue
+            if now - queue.since >= self._age_of(target):
                 return target
         return None
 
@@ -299,15 +347,10 @@ class AdmissionPolicy:
     ) -> None:
         closed = self._closed_models(view, overdue, now)
         for target in self.targets:
-            if target not in view.ready or target.model in closed:
+            if target not in view.ready or self._is_loading(target):
+                continue  # a load answers, and grants in the step that ends it
+            if target.model in closed:
                 continue
-            if self._is_loading(target):
-                continue  # its load answers, and grants in the step that ends it
-            swap = self.swap
-            if swap is not None and swap.target == target:
-                if swap.drained:
-                    actions.append(Undrain(tuple(sorted(swap.drained))))
-                self.swap = None
             actions.append(Grant(target, self._take_all(target, Outcome.GRANTED)))
 
     def _start_swap(
@@ -317,101 +360,101 @@ class AdmissionPolicy:
         if overdue is not None:
             order = (overdue, *(t for t in order if t != overdue))
         for target in order:
-            if now < self._queues[target].retry_at:
-                continue
+            queue = self._queues[target]
             if target in view.ready:
                 continue  # gated: its turn comes after the overdue one
+            if now < queue.retry_at:
+                if target == overdue:
+                    return  # a short pause; nobody takes its room meanwhile
+                continue
             wish = self._plan(target, view, now)
-            if wish.kind in (PlanKind.FITS, PlanKind.ASK):
-                self._begin(view, target, wish, wish.kind.value, now, actions)
-                return
-            if wish.kind is PlanKind.EVICT and (
-                target == overdue
-                or not any(self._lingering(view.models[v], now) for v in wish.victims)
+            if wish.kind is not PlanKind.SETTLE:
+                queue.settling_since = None
+            elif queue.settling_since is None:
+                queue.settling_since = now
+            if wish.kind is PlanKind.FITS or (
+                wish.kind is PlanKind.EVICT
+                and (target == overdue or self._linger_end(wish, view, now) is None)
             ):
-                self._begin(view, target, wish, "idle", now, actions)
+                self.swap = Swap(target, queue.head.size, wish.victims, now, wish.kind.value)
+                self._load(self.swap, view, now, actions)
                 return
-            if wish.kind is PlanKind.DRAIN and target == overdue:
-                self._begin(view, target, wish, "age", now, actions)
+            if target != overdue:
+                continue
+            if wish.kind is PlanKind.DRAIN:
+                self.swap = Swap(target, queue.head.size, wish.victims, now, "age")
+                self._drain(wish, actions)
                 return
-            if target == overdue and wish.kind is PlanKind.SETTLE:
+            if (
+                queue.settling_since is not None
+                and now - queue.settling_since < _PATIENCE_SETTLE_S
+            ):
                 return  # its room is on its way: nobody takes it
 
-    def _begin(
-        self,
-        view: PoolView,
-        target: Target,
-        wish: Plan,
-        reason: str,
-        now: float,
-        actions: list[Action],
-    ) -> None:
-        size = self._queues[target].head.size
-        self.swap = Swap(target, size, wish.victims, now, reason)
-        if wish.kind is PlanKind.DRAIN:
-            self._drain(wish.busy, actions)
-        else:
-            self._load(view, wish, now, actions)
-
-    def _drain(self, busy: Iterable[str], actions: list[Action]) -> None:
+    def _drain(self, wish: Plan, actions: list[Action]) -> None:
         assert self.swap is not None
-        fresh = tuple(m for m in busy if m not in self.swap.drained)
+        self.swap.victims = wish.victims
+        fresh = tuple(m for m in wish.busy if m not in self._marked)
         if fresh:
-            self.swap.drained.update(fresh)
+            self._marked.update(fresh)
             actions.append(Drain(fresh, self.swap.target))
 
-    def _load(self, view: PoolView, wish: Plan, now: float, actions: list[Action]) -> None:
-        swap = self.swap
-        assert swap is not None
-        spared = swap.drained - set(wish.victims)
-        if spared:
-            actions.append(Undrain(tuple(sorted(spared))))
-        for model in swap.drained & set(wish.victims):
+    def _load(self, swap: Swap, view: PoolView, now: float, actions: list[Action]) -> None:
+        for model in self._marked.intersection(swap.victims):
             self.estimates.saw_drain(model, now - swap.started)
-        swap.victims = wish.victims
         swap.loading = True
         swap.load_started = now
-        for victim in wish.victims:
-            self._give_up(view.models[victim].target, now)
-        actions.append(Load(swap.target, wish.victims))
-
-    def _give_up(self, victim: Target, now: float) -> None:
-        idle_since = self._idle_since.get(victim.model, now)
-        self._given_up[victim] = idle_since
-        if now - idle_since >= self._linger_of(victim.model):
-            # It had its chance to come back and did not take it.
-            self._comes_back.discard(victim)
+        for victim in swap.victims:
+            self._linger.gave_up(view.models[victim].target, now)
+        actions.append(Load(swap.target, swap.victims))
 
     def _advance_drain(self, view: PoolView, now: float, actions: list[Action]) -> None:
         """The decision stands; only the way to it may become shorter or longer."""
         swap = self.swap
         assert swap is not None
-        wish = self._plan(swap.target, view, now)
         if now < self._queues[swap.target].retry_at:
             return
-        if wish.kind in (PlanKind.FITS, PlanKind.EVICT, PlanKind.ASK):
-            self._load(view, wish, now, actions)
-        elif wish.kind is PlanKind.DRAIN:
+        wish = self._plan(swap.target, view, now)
+        if wish.kind in (PlanKind.FITS, PlanKind.EVICT):
             swap.victims = wish.victims
-            self._drain(wish.busy, actions)
+            self._load(swap, view, now, actions)
+        elif wish.kind is PlanKind.DRAIN:
+            self._drain(wish, actions)
 
     def _load_beside_drain(self, view: PoolView, now: float, actions: list[Action]) -> None:
-        """While a drain goes on, load what fits now and still fits after the swap."""
+        """While a drain goes on, load what leaves it, and the swap after it, untouched."""
         swap = self.swap
         assert swap is not None
-        after = self._after(swap, view)
+        later = after(view, swap.target, swap.size, swap.victims)
         for target in self.targets:
             queue = self._queues[target]
             if target == swap.target or target in view.ready or now < queue.retry_at:
                 continue
+            wish = self._plan(target, view, now, keep=swap.victims)
+            if wish.kind not in (PlanKind.FITS, PlanKind.EVICT):
+                continue
+            if self._linger_end(wish, view, now) is not None:
+                continue
             size = queue.head.size
-            if (
-                plan(target, size, view).kind is PlanKind.FITS
-                and plan(target, size, after).kind is PlanKind.FITS
-            ):
-                self.side = Swap(target, size, (), now, "fits", True, now)
-                actions.append(Load(target, ()))
+            if target.model in later.models and target.model not in wish.victims:
+                continue
+            if fits(later, size, [later.models[v] for v in wish.victims]):
+                self.side = Swap(target, size, wish.victims, now, "beside")
+                self._load(self.side, view, now, actions)
                 return
+
+    def _cancel_hung(self, now: float, actions: list[Action]) -> None:
+        for load in self._loads():
+            if not load.cancelled and now >= self._load_limit(load):
+                load.cancelled = True
+                actions.append(CancelLoad(load.target))
+
+    def _unmark_spared(self, actions: list[Action]) -> None:
+        victims = self.swap.victims if self.swap is not None else ()
+        spared = self._marked.difference(victims)
+        if spared:
+            self._marked -= spared
+            actions.append(Undrain(tuple(sorted(spared))))
 
     # -- gates, linger and time ---------------------------------------------
 
@@ -420,53 +463,39 @@ class AdmissionPolicy:
     ) -> frozenset[str]:
         """Models whose gate is closed: victims of the swap, and of the next if it is due."""
         closed: set[str] = set()
-        if self.swap is not None:
-            closed.update(self.swap.victims)
+        later = view
+        for load in (self.swap, self.side):
+            if load is not None:
+                closed.update(load.victims)
+                later = after(later, load.target, load.size, load.victims)
         if overdue is not None and (self.swap is None or self.swap.target != overdue):
-            after = view
-            for load in (self.swap, self.side):
-                if load is not None:
-                    after = self._after(load, after)
-            closed.update(self._plan(overdue, after, now).victims)
+            closed.update(self._plan(overdue, later, now).victims)
         return frozenset(closed)
 
-    @staticmethod
-    def _after(swap: Swap, view: PoolView) -> PoolView:
-        """The view as it will be when ``swap`` has happened and its target is in use."""
-        models = {k: m for k, m in view.models.items() if k not in swap.victims}
-        gone = sum(m.size for k, m in view.models.items() if k in swap.victims)
-        come = 0 if swap.target.model in models else swap.size
-        models[swap.target.model] = ModelView(swap.target.model, swap.size, busy=True)
-        return replace(
-            view,
-            models=models,
-            ready=frozenset(),
-            used=max(0, (view.committed if gone else view.used) - gone) + come,
-            committed=max(0, view.committed - gone) + come,
-        )
-
-    def _plan(self, target: Target, view: PoolView, now: float | None = None) -> Plan:
-        drained = self.swap.drained if self.swap is not None else frozenset()
-
+    def _plan(
+        self,
+        target: Target,
+        view: PoolView,
+        now: float | None = None,
+        keep: Collection[str] = (),
+    ) -> Plan:
         def rank(model: ModelView) -> tuple[Any, ...]:
-            lingering = now is not None and self._lingering(model, now)
+            lingers = now is not None and self._linger.until(model, now) is not None
             return (
-                model.model not in drained,
-                lingering,
+                model.model not in self._marked,
+                lingers,
                 model.leases,
                 model.last_used,
                 model.model,
             )
 
-        return plan(target, self._queues[target].head.size, view, rank=rank)
+        size = self._queues[target].head.size
+        return plan(target, size, view, rank=rank, keep=keep)
 
-    def _lingering(self, model: ModelView, now: float) -> bool:
-        """Whether an idle model is kept a while because it keeps coming back."""
-        return (
-            model.target in self._comes_back
-            and model.model in self._idle_since
-            and now - self._idle_since[model.model] < self._linger_of(model.model)
-        )
+    def _linger_end(self, wish: Plan, view: PoolView, now: float) -> float | None:
+        """When the last victim stops lingering; None if none does."""
+        ends = [self._linger.until(view.models[v], now) for v in wish.victims]
+        return max((end for end in ends if end is not None), default=None)
 
     def _linger_of(self, model: str) -> float:
         return self.dials.linger_for(self.estimates.swap(model, self._sizes.get(model, 0)))
@@ -475,34 +504,39 @@ class AdmissionPolicy:
         size = self._queues[target].head.size
         return self.dials.age_for(self.estimates.swap(target.model, size))
 
+    def _load_limit(self, load: Swap) -> float:
+        expected = self.estimates.swap(load.target.model, load.size)
+        wanted = load.target in self._queues
+        return load.load_started + self.dials.load_limit(expected, wanted=wanted)
+
     def _next_wake(self, view: PoolView, now: float) -> float | None:
         times: list[float] = []
-        loading = self.side is not None or (self.swap is not None and self.swap.loading)
+        loads = self._loads()
+        times += [self._load_limit(load) for load in loads if not load.cancelled]
+        if self.swap is not None and not self.swap.loading:
+            times.append(self.swap.started + self.dials.drain_limit)
         for target, queue in self._queues.items():
-            if self._is_loading(target):
+            if self._is_loading(target) or target in view.ready:
                 continue
-            age_at = queue.head.enqueued + self._age_of(target)
-            if age_at > now:
-                times.append(age_at)
-            if loading or target in view.ready:
+            times.append(queue.since + self._age_of(target))
+            times.append(self._no_drain_before.get(target, now))
+            if loads:
                 continue
-            if queue.retry_at > now:
-                times.append(queue.retry_at)
+            times.append(queue.retry_at)
             wish = self._plan(target, view, now)
             if wish.kind in (PlanKind.SETTLE, PlanKind.BLOCKED):
                 times.append(now + _SETTLE_POLL_S)
             for victim in wish.victims:
-                if self._lingering(view.models[victim], now):
-                    times.append(self._idle_since[victim] + self._linger_of(victim))
-        return min(times, default=None)
+                times.append(self._linger.until(view.models[victim], now) or now)
+        return min((time for time in times if time > now), default=None)
 
     # -- small helpers ------------------------------------------------------
 
+    def _loads(self) -> list[Swap]:
+        return [s for s in (self.swap, self.side) if s is not None and s.loading]
+
     def _is_loading(self, target: Target) -> bool:
-        return any(
-            load is not None and load.loading and load.target == target
-            for load in (self.swap, self.side)
-        )
+        return any(load.target == target for load in self._loads())
 
     def _end_load(self, target: Target) -> Swap:
         for name in ("swap", "side"):
@@ -516,8 +550,18 @@ class AdmissionPolicy:
         queue = self._queues.pop(target, None)
         if queue is None:
             return ()
+        self._no_drain_before.pop(target, None)
         waiters = tuple(queue.waiters.values())
         for waiter in waiters:
             waiter.outcome = outcome
         self._waiting -= len(waiters)
         return waiters
+
+    def _remember(self, target: Target, queue: _Queue, outcome: Outcome) -> None:
+        """The demand goes on for a while though nobody waits at the moment."""
+        now = self._latest
+        for old in [t for t, (_, until) in self._demands.items() if until < now]:
+            del self._demands[old]
+        for old in [t for t, until in self._no_drain_before.items() if until < now]:
+            del self._no_drain_before[old]
+        self._demands[target] = (queue.since, now + _COMES_BACK_S.get(outcome, 0.0))

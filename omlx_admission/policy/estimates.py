@@ -84,3 +84,21 @@ class Dials:
         if self.linger is not None:
             return self.linger
         return min(max(1.0, swap / 2), 15.0, self.budget / 4)
+
+    @property
+    def drain_limit(self) -> float:
+        """Seconds after which a drain that does not end is given up for a while.
+
+        Twice the budget: nobody who waited when it began waits any more.
+        """
+        return 2 * self.budget
+
+    def load_limit(self, swap: float, *, wanted: bool) -> float:
+        """Seconds after which a load expected to take ``swap`` counts as hanging.
+
+        Earlier where nobody waits for it any more. Never at the first delay: a
+        cancelled load may leave its weights behind until its thread returns.
+        """
+        if wanted:
+            return max(2 * self.budget, 10 * swap)
+        return max(60.0, 5 * swap)

@@ -87,6 +87,8 @@ class PoolView:
         committed: bytes in use without reclaimable residue of unloaded models.
         never_refuse: the memory guard is off: evict as well as possible, then load.
         max_models: most models loaded, loading or unloading; 0 is no limit.
+        exclusive: model to group, for models of which only one of a group may be
+            loaded (helpers with process-wide hooks).
     """
 
     models: Mapping[str, ModelView]
@@ -97,6 +99,7 @@ class PoolView:
     committed: int = 0
     never_refuse: bool = False
     max_models: int = 0
+    exclusive: Mapping[str, str] = field(default_factory=dict)
 
 
 EMPTY_VIEW = PoolView(models=MappingProxyType({}))
@@ -133,6 +136,13 @@ class Load:
     victims: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CancelLoad:
+    """The load of ``target`` hangs: stop waiting for it; report ``load_refused``."""
+
+    target: Target
+
+
 class RefusalReason(enum.Enum):
     """Why a waiter is refused by the policy itself."""
 
@@ -149,7 +159,7 @@ class Refuse:
     reason: RefusalReason
 
 
-Action = Grant | Drain | Undrain | Load | Refuse
+Action = Grant | Drain | Undrain | Load | CancelLoad | Refuse
 
 
 @dataclass(slots=True)
@@ -163,4 +173,4 @@ class Swap:
     reason: str
     loading: bool = False
     load_started: float = 0.0
-    drained: set[str] = field(default_factory=set)
+    cancelled: bool = False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omlx_admission.policy.model import ModelView, PoolView, Target
@@ -17,8 +17,7 @@ class PlanKind(enum.Enum):
     EVICT = "evict"  # idle models leave
     DRAIN = "drain"  # at least one busy model has to drain first
     SETTLE = "settle"  # room is on its way: a load or unload is under way
-    BLOCKED = "blocked"  # what could leave does not suffice: wait for what is in the way
-    ASK = "ask"  # nothing of ours is in the way: only the pool can tell
+    BLOCKED = "blocked"  # memory is held by something that is no model of ours
     NEVER = "never"  # larger than the ceiling less what is pinned
 
 
@@ -31,14 +30,48 @@ class Plan:
     busy: tuple[str, ...] = ()
 
 
+_FITS = Plan(PlanKind.FITS)
+_SETTLE = Plan(PlanKind.SETTLE)
+_BLOCKED = Plan(PlanKind.BLOCKED)
+_NEVER = Plan(PlanKind.NEVER)
+
+
 def never_fits(target: Target, size: int, view: PoolView) -> bool:
     """Whether no amount of waiting makes room: only pinned models count against it."""
     pinned = [m for m in view.models.values() if m.pinned and m.model != target.model]
     if view.max_models and len(pinned) >= view.max_models:
         return True
+    group = view.exclusive.get(target.model)
+    if group is not None and any(view.exclusive.get(m.model) == group for m in pinned):
+        return True
     if view.ceiling <= 0 or view.never_refuse:
         return False
     return size > view.ceiling - sum(m.size for m in pinned)
+
+
+def fits(view: PoolView, size: int, leaving: Iterable[ModelView] = ()) -> bool:
+    """Whether ``size`` bytes and one place are free once ``leaving`` are gone.
+
+    Models count with their full size from the start of their load to the end of
+    their unload, whatever the device reports meanwhile. Residue of models that
+    left is reclaimed by an eviction, so it counts only where nothing leaves.
+    """
+    leaving = list(leaving)
+    return _places(view, leaving) and _bytes(view, size, leaving)
+
+
+def _places(view: PoolView, leaving: list[ModelView]) -> bool:
+    return not view.max_models or len(view.models) - len(leaving) < view.max_models
+
+
+def _bytes(view: PoolView, size: int, leaving: list[ModelView]) -> bool:
+    if view.ceiling <= 0:
+        return True
+    booked = sum(m.size for m in view.models.values())
+    if not leaving:
+        return max(view.used, booked) + size <= view.ceiling
+    gone = sum(m.size for m in leaving)
+    return max(0, max(view.committed, booked) - gone) + size <= view.ceiling
 
 
 def plan(
@@ -47,87 +80,106 @@ def plan(
     view: PoolView,
     *,
     rank: Callable[[ModelView], tuple[Any, ...]] = lambda m: (m.last_used, m.model),
+    keep: Iterable[str] = (),
 ) -> Plan:
     """Plan the eviction for ``target`` of ``size`` bytes.
 
     Args:
         rank: order among idle victims and among busy victims: lowest leaves first.
+        keep: models that must not leave for this target now.
     """
     if never_fits(target, size, view):
-        return Plan(PlanKind.NEVER)
+        return _NEVER
     own = view.models.get(target.model)
-    # Another variant of the same model holds the place that this one needs.
+    # Another variant of the model itself, and another member of its exclusive
+    # group, have to leave whatever room there is.
     forced = [own] if own is not None else []
-    if own is not None and (own.loading or own.unloading):
-        return Plan(PlanKind.SETTLE)
+    group = view.exclusive.get(target.model)
+    if group is not None:
+        forced += [
+            m
+            for m in view.models.values()
+            if m is not own and view.exclusive.get(m.model) == group
+        ]
+    if any(m.loading or m.unloading for m in forced):
+        return _SETTLE
+    kept = frozenset(keep)
+    if any(m.model in kept for m in forced):
+        return _BLOCKED
     # A pinned model may still be reloaded in another variant of itself.
     candidates = sorted(
-        (m for m in view.models.values() if m.evictable and m is not own),
+        (
+            m
+            for m in view.models.values()
+            if m.evictable and m not in forced and m.model not in kept
+        ),
         key=lambda m: (m.busy, *rank(m)),
     )
-
-    def fits(victims: list[ModelView]) -> bool:
-        if view.max_models:
-            count = len(view.models) - len(victims) + 1
-            if count > view.max_models:
-                return False
-        if view.ceiling <= 0:
-            return True
-        if not victims:
-            return view.used + size <= view.ceiling
-        left = max(0, view.committed - sum(v.size for v in victims))
-        return left + size <= view.ceiling
-
-    chosen = _smallest(forced, candidates, fits)
+    chosen = _smallest(forced, candidates, lambda leaving: fits(view, size, leaving))
     if chosen is None:
-        return _cannot(view, forced, candidates, fits)
+        in_transit = [m for m in view.models.values() if m.loading or m.unloading]
+        everybody = forced + candidates + in_transit
+        if in_transit and fits(view, size, everybody):
+            return _SETTLE
+        if view.never_refuse:
+            chosen = _as_well_as_possible(view, forced, candidates)
+        if chosen is None:
+            return _SETTLE if in_transit and view.never_refuse else _BLOCKED
+    return _planned(chosen)
+
+
+def _planned(chosen: list[ModelView]) -> Plan:
+    if not chosen:
+        return _FITS
+    chosen = sorted(chosen, key=lambda m: m.busy)
     busy = tuple(m.model for m in chosen if m.busy)
     victims = tuple(m.model for m in chosen)
-    if not victims:
-        return Plan(PlanKind.FITS)
     return Plan(PlanKind.DRAIN if busy else PlanKind.EVICT, victims, busy)
 
 
 def _smallest(
     forced: list[ModelView],
     candidates: list[ModelView],
-    fits: Callable[[list[ModelView]], bool],
+    suffices: Callable[[list[ModelView]], bool],
 ) -> list[ModelView] | None:
     """Candidates in order until they suffice, then without those not needed after all."""
     chosen: list[ModelView] = []
-    queue = list(candidates)
-    while not fits(forced + chosen):
-        if not queue:
+    queue = iter(candidates)
+    while not suffices(forced + chosen):
+        following = next(queue, None)
+        if following is None:
             return None
-        chosen.append(queue.pop(0))
+        chosen.append(following)
     # Most disturbing first: what the larger, earlier ones made superfluous stays.
-    for model in list(reversed(chosen)):
+    for model in reversed(chosen):
         without = [m for m in chosen if m is not model]
-        if fits(forced + without):
+        if suffices(forced + without):
             chosen = without
     return forced + chosen
 
 
-def _cannot(
-    view: PoolView,
-    forced: list[ModelView],
-    candidates: list[ModelView],
-    fits: Callable[[list[ModelView]], bool],
-) -> Plan:
-    """No set of evictable models suffices: is room on its way, or the guard off?"""
-    in_transit = [m for m in view.models.values() if m.loading or m.unloading]
-    if in_transit and fits(forced + candidates + in_transit):
-        return Plan(PlanKind.SETTLE)
-    if view.never_refuse and not view.max_models:
-        # The guard is off: all that can leave leaves, then the load is tried.
-        everyone = forced + candidates
-        busy = tuple(m.model for m in everyone if m.busy)
-        victims = tuple(m.model for m in everyone)
-        if not victims:
-            return Plan(PlanKind.FITS)
-        return Plan(PlanKind.DRAIN if busy else PlanKind.EVICT, victims, busy)
-    if not candidates and not in_transit and not forced and not view.max_models:
-        # The memory is held by something that is no model of ours, residue of a
-        # failed load or another process. Asking the pool evicts nobody here.
-        return Plan(PlanKind.ASK)
-    return Plan(PlanKind.BLOCKED)
+def _as_well_as_possible(
+    view: PoolView, forced: list[ModelView], candidates: list[ModelView]
+) -> list[ModelView] | None:
+    """With the guard off all that can leave leaves, then the load is tried anyway.
+
+    The number of models stays a hard limit.
+    """
+    everyone = forced + candidates
+    return everyone if _places(view, everyone) else None
+
+
+def after(view: PoolView, target: Target, size: int, leaving: Iterable[str] = ()) -> PoolView:
+    """The view as it will be when ``target`` has replaced ``leaving`` and is in use."""
+    gone = {v for v in leaving if v in view.models}
+    models = {k: m for k, m in view.models.items() if k not in gone}
+    freed = sum(view.models[v].size for v in gone)
+    come = 0 if target.model in models else size
+    models[target.model] = ModelView(target.model, size, target.variant, busy=True)
+    return replace(
+        view,
+        models=models,
+        ready=frozenset(),
+        used=max(0, (view.committed if gone else view.used) - freed) + come,
+        committed=max(0, view.committed - freed) + come,
+    )

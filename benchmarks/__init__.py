@@ -1,0 +1,1 @@
+"""Measurements of omlx-admission: ``python -m benchmarks``."""
