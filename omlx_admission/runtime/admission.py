@@ -18,6 +18,7 @@ from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.estimates import Dials
 from omlx_admission.policy.model import (
     Action,
+    CancelLoad,
     Drain,
     Grant,
     Load,
@@ -94,7 +95,7 @@ class Admission:
         )
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
-        self._loads: set[asyncio.Task[None]] = set()
+        self._loads: dict[Target, asyncio.Task[None]] = {}
         self._shortages: dict[Target, Exception] = {}
         self._stepping = False
         self._again = False
@@ -273,8 +274,7 @@ class Admission:
         self.broken = True
         self.gated = frozenset()
         self._arm(None)
-        swap = self.policy.swap
-        for model in swap.drained if swap is not None else ():
+        for model in self.policy.marked:
             self.port.unmark(model)
         for waiter in self.policy.shut_down():
             self._end(waiter, QueueBroken())
@@ -293,6 +293,10 @@ class Admission:
                     self.port.unmark(model)
             case Load(target, victims):
                 self._start_load(target, victims)
+            case CancelLoad(target):
+                logger.warning("admission: the load of '%s' hangs; giving it up", target.model)
+                if target in self._loads:
+                    self._loads[target].cancel()
             case Refuse(target, waiters, RefusalReason.NOT_FOUND):
                 self._fail_all(waiters, self.port.not_found(target.model))
             case Refuse(target, waiters, RefusalReason.NEVER_FITS):
@@ -332,8 +336,8 @@ class Admission:
             name=f"admission-load:{target.model}",
             context=contextvars.Context(),
         )
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
+        self._loads[target] = task
+        task.add_done_callback(lambda _task: self._loads.pop(target, None))
 
     async def _load(self, ask: Ask, victims: Sequence[str]) -> None:
         target = ask.target
