@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: ``--memory-guard-gb`` of the demo's servers. The sizes below are what oMLX
-#: counts, not what the models use: they leave a gigabyte for the process, and
-#: ``A`` with ``D`` stays under oMLX's soft limit of 85 %, above which it evicts.
-MEMORY_GB = 4.0
+#: counts (times 1.05), not what the models use. ``A`` leaves 1.4 GB for the
+#: process itself; ``A`` with ``D`` stays under oMLX's soft limit of 85 %, above
+#: which it evicts; and none exceeds 2 GB but ``C``: a larger model would have
+#: oMLX wait ten seconds at its unload for memory that was never used.
+MEMORY_GB = 3.4
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Model:
     what: str
 
 
-A = Model("A", "demo-a", 2_700_000_000, "resident at the start")
-B = Model("B", "demo-b", 2_700_000_000, "as large as A: both do not fit")
+A = Model("A", "demo-a", 2_000_000_000, "resident at the start")
+B = Model("B", "demo-b", 2_000_000_000, "as large as A: both do not fit")
 C = Model("C", "demo-huge", 5_000_000_000, "larger than the memory: never fits")
 D = Model("D", "demo-small", 300_000_000, "small: fits beside A")
 MODELS = (A, B, C, D)

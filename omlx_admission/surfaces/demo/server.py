@@ -137,7 +137,9 @@ class Server:
             except httpx.HTTPError:
                 pass
             time.sleep(0.1)
-        raise ServerError(f"the server gave no answer within {_START_S:.0f} s: {self._last_line()}")
+        raise ServerError(
+            f"the server gave no answer within {_START_S:.0f} s: {self._last_line()}"
+        )
 
     def _last_line(self) -> str:
         return last_line(self.log)
