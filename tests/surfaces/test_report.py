@@ -84,6 +84,23 @@ def test_the_figures_of_the_report(ledger: Path, capsys: pytest.CaptureFixture[s
     assert found["one"]["high"] == pytest.approx(3.689 / 35.9, abs=1e-4)
 
 
+def test_a_victim_is_no_lockup_of_its_engine(
+    ledger: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = {row["engine"] for row in data(capsys, "--file", ledger)["engines"]}
+    assert engines == {"GLM", "DeepSeek"}
+
+
+def test_a_lockup_without_time_has_no_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ledger"
+    ExposureFile(path).append(Line(V, Record(lockups={BOTH: 1})))
+    rows = [" ".join(line.split()) for line in page(capsys, "--file", path).splitlines()]
+    assert "two or more none off 0.0 1 -" in rows
+    assert "two or more, turns off: 1 lockups in 0.0 h" in rows
+
+
 def test_the_page_shows_them(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = page(capsys, "--base-path", ledger.parent)
     for part in (
