@@ -17,7 +17,8 @@ class PlanKind(enum.Enum):
     EVICT = "evict"  # idle models leave
     DRAIN = "drain"  # at least one busy model has to drain first
     SETTLE = "settle"  # room is on its way: a load or unload is under way
-    BLOCKED = "blocked"  # memory is held by something that is no model of ours
+    BLOCKED = "blocked"  # what could leave does not suffice: wait for what is in the way
+    ASK = "ask"  # nothing of ours is in the way: only the pool can tell
     NEVER = "never"  # larger than the ceiling less what is pinned
 
 
@@ -33,6 +34,7 @@ class Plan:
 _FITS = Plan(PlanKind.FITS)
 _SETTLE = Plan(PlanKind.SETTLE)
 _BLOCKED = Plan(PlanKind.BLOCKED)
+_ASK = Plan(PlanKind.ASK)
 _NEVER = Plan(PlanKind.NEVER)
 
 
@@ -123,8 +125,14 @@ def plan(
             return _SETTLE
         if view.never_refuse:
             chosen = _as_well_as_possible(view, forced, candidates)
+        if chosen is None and in_transit and view.never_refuse:
+            return _SETTLE
+        if chosen is None and not everybody and not kept and _places(view, []):
+            # The memory is held by residue of a failed load, or by another process:
+            # asking the pool evicts nobody, and its refusal names what is in the way.
+            return _ASK
         if chosen is None:
-            return _SETTLE if in_transit and view.never_refuse else _BLOCKED
+            return _BLOCKED
     return _planned(chosen)
 
 

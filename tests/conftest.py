@@ -1,0 +1,39 @@
+"""Options that every suite shares: which real oMLX to test against, and with which Python."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from omlx_admission import _startup
+
+# The installed .pth line has run in this process too; here each test applies and
+# undoes the hooks itself.
+sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _startup.OmlxFinder)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--omlx-src`` may be given more than once."""
+    group = parser.getgroup("omlx", "real oMLX")
+    group.addoption(
+        "--omlx-src",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="checkout of a real oMLX to test against as well",
+    )
+    group.addoption(
+        "--omlx-python",
+        default=None,
+        metavar="PATH",
+        help="Python that has what that oMLX needs (default: the running one)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a folder that holds no oMLX before anything runs."""
+    for source in config.getoption("--omlx-src"):
+        if not (Path(source) / "omlx" / "engine_pool.py").is_file():
+            raise pytest.UsageError(f"--omlx-src {source}: no omlx/engine_pool.py in it")

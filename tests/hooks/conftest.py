@@ -1,0 +1,205 @@
+"""The hooks in this process, on the pool of the stand-in or of a real oMLX.
+
+One process imports one ``omlx``: the first ``--omlx-src``, else the stand-in.
+Engines are fakes whose loads and teardowns end when the test says so, so that
+every race is made by order and none by time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import pytest
+
+from omlx_admission import standin
+from omlx_admission.hooks import gate, install
+from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.settings import Settings
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sources = config.getoption("--omlx-src")
+    sys.path.insert(0, sources[0] if sources else str(standin.PATH))
+
+
+class House:
+    """One pool with fake engines. Sizes are bytes; the ceiling is 1000."""
+
+    def __init__(self, pool: Any, module: Any) -> None:
+        self.pool = pool
+        self.module = module
+        self.events: list[str] = []
+        self.hold_loads = False
+        self.hold_unloads = False
+        self.fail: dict[str, Exception] = {}
+        self.ceiling = 1000
+        self._load_gates: dict[str, asyncio.Event] = {}
+        self._unload_gates: dict[str, asyncio.Event] = {}
+
+    def engine(self, *args: Any, **keywords: Any) -> MagicMock:
+        """What stands in for ``BatchedEngine(...)``."""
+        path = keywords.get("model_name") or keywords.get("model_path") or args[0]
+        name = Path(str(path)).name
+
+        async def start() -> None:
+            await self._start(name)
+
+        async def stop() -> None:
+            await self._stop(name)
+
+        engine = MagicMock(name=f"engine-{name}")
+        engine.has_active_requests = MagicMock(return_value=False)
+        engine.scheduler = engine._engine = None
+        engine.start = AsyncMock(side_effect=start)
+        engine.stop = AsyncMock(side_effect=stop)
+        engine.abort_all_requests = AsyncMock(return_value=0)
+        return engine
+
+    async def _start(self, name: str) -> None:
+        self.events.append(f"load {name}")
+        if self.hold_loads:
+            gate_ = self._load_gates[name] = asyncio.Event()
+            await gate_.wait()
+        if name in self.fail:
+            raise self.fail[name]
+        self.events.append(f"loaded {name}")
+
+    async def _stop(self, name: str) -> None:
+        self.events.append(f"unload {name}")
+        if self.hold_unloads:
+            gate_ = self._unload_gates[name] = asyncio.Event()
+            await gate_.wait()
+        self.events.append(f"unloaded {name}")
+
+    async def let_load(self, name: str) -> None:
+        """Let the load of ``name`` end, once it has begun."""
+        await until(lambda: name in self._load_gates)
+        self._load_gates.pop(name).set()
+
+    async def let_unload(self, name: str) -> None:
+        """Let the teardown of ``name`` end, once it has begun."""
+        await until(lambda: name in self._unload_gates)
+        self._unload_gates.pop(name).set()
+
+    async def get(self, model: str, lease: bool = True, **keywords: Any) -> Any:
+        """``get_engine``, leased unless said otherwise."""
+        if lease:
+            keywords["_lease"] = True
+        return await self.pool.get_engine(model, **keywords)
+
+    def ask(self, model: str, lease: bool = True, **keywords: Any) -> asyncio.Task[Any]:
+        """``get_engine`` in a task of its own."""
+        return asyncio.get_running_loop().create_task(self.get(model, lease, **keywords))
+
+    async def release(self, model: str) -> None:
+        await self.pool.release_engine(model)
+
+    def entry(self, model: str) -> Any:
+        return self.pool._entries[model]
+
+    def resident(self) -> set[str]:
+        return {m for m, e in self.pool._entries.items() if e.engine is not None}
+
+    @property
+    def admission(self) -> Any:
+        return state_of(self.pool).admission
+
+    def assert_idle(self) -> None:
+        """K8: leases, waiters, marks and teardowns are all gone."""
+        entries = self.pool._entries
+        assert {m: e.in_use for m, e in entries.items() if e.in_use} == {}
+        assert {m for m, e in entries.items() if e.pending_unload_reason} == set()
+        assert {m for m, e in entries.items() if e.is_loading} == set()
+        assert state_of(self.pool).unloading == {}
+        if self.admission is not None:
+            assert self.admission.policy.waiting == 0
+            assert self.admission.policy.swap is None
+            assert self.admission.gated == frozenset()
+
+
+async def until(condition: Callable[[], bool], turns: int = 3000) -> None:
+    """Let the loop run until ``condition`` holds; fails after ``turns`` turns of 1 ms.
+
+    Stock hops to its executor thread within an unload, so the loop has to turn in
+    real time; no outcome depends on how long a turn takes.
+    """
+    for _ in range(turns):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("what the test waits for never happened")
+
+
+async def settle() -> None:
+    """Let everything that is ready run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+SIZES = {"a": 600, "b": 600, "d": 300, "p": 300, "x": 1200}
+
+
+@pytest.fixture(scope="session")
+def omlx_found() -> gate.Found:
+    return gate.find()
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """Model folders whose weight files have the sizes of ``SIZES`` (less oMLX's 5 %)."""
+    root = tmp_path / "models"
+    for name, size in SIZES.items():
+        folder = root / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        (folder / "model.safetensors").write_bytes(b"0" * size)
+    return root
+
+
+@pytest.fixture
+def make_house(
+    models: Path, mocker: Any, omlx_found: gate.Found
+) -> Iterator[Callable[..., House]]:
+    """Make a patched pool: ``make_house(max_wait_s=1.0, ...)`` sets variables by field."""
+    import omlx.engine_pool as module
+
+    installers: list[install.Installer] = []
+
+    def make(*, features: set[str] | None = None, **values: Any) -> House:
+        switches = {"resident_path": "resident", "queue": "queue", "errors": "errors"}
+        if features is not None:
+            values |= {field: name in features for field, name in switches.items()}
+        report = install.decide(settings=Settings(**values))
+        installer = install.Installer(report)
+        installer.on_import(module)
+        installers.append(installer)
+        pool = module.EnginePool()
+        house = House(pool, module)
+        mocker.patch.object(module, "BatchedEngine", house.engine)
+        mocker.patch.object(module.mx, "get_active_memory", lambda: 0)
+        mocker.patch.object(module, "get_phys_footprint", lambda: 0)
+        pool._get_final_ceiling = lambda: house.ceiling
+        pool.discover_models([str(models)], [])
+        for name, size in SIZES.items():
+            pool._entries[name].estimated_size = size
+        return house
+
+    yield make
+    for installer in reversed(installers):
+        installer.undo()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Run one test coroutine with a limit on its turns round the loop's clock."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await test()
+
+    asyncio.run(bounded())

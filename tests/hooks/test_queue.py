@@ -1,0 +1,688 @@
+"""The queue on the pool: order, drain, accounting, one outcome for every request."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from omlx_admission.hooks.pool_port import admission_refused
+
+from .conftest import House, run, settle, until
+
+Make = Callable[..., House]
+
+
+def names(events: list[str]) -> list[str]:
+    """Without the begin of each load, whose end is what counts here."""
+    return [e for e in events if e.split()[0] in ("loaded", "unloaded")]
+
+
+def test_b01_a_request_for_the_evicted_resident_waits_and_is_served(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        await house.release("a")
+        house.events.clear()
+        house.hold_loads = True
+        for_b = house.ask("b")
+        await until(lambda: "load b" in house.events)
+        for_a = house.ask("a")
+        await settle()
+        assert not for_a.done()
+        await house.let_load("b")
+        await for_b
+        # The lease of B was taken in the step that ended its load: A waits still.
+        await settle()
+        assert house.resident() == {"b"}
+        await house.release("b")
+        await house.let_load("a")
+        await for_a
+        assert names(house.events) == ["unloaded a", "loaded b", "unloaded b", "loaded a"]
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_b02_the_busy_model_drains_and_nobody_is_refused(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        stream = await house.get("a")
+        for_b = house.ask("b")
+        await settle()
+        assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
+        late_a = house.ask("a")
+        await settle()
+        # The gate is closed: neither is served while A's stream runs, and A stays whole.
+        assert not for_b.done()
+        assert not late_a.done()
+        assert house.entry("a").engine is stream
+        stream.stop.assert_not_awaited()
+        stream.abort_all_requests.assert_not_awaited()
+        await house.release("a")
+        await for_b
+        assert not late_a.done()
+        await house.release("b")
+        await late_a
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_the_resident_serves_on_until_the_waiter_is_old(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house(max_age_s=1000.0)
+        await house.get("a")
+        for_b = house.ask("b")
+        await settle()
+        await house.get("a")
+        assert house.entry("a").pending_unload_reason is None
+        await house.release("a")
+        await settle()
+        assert not for_b.done()
+        await house.release("a")
+        await for_b
+        await house.release("b")
+        house.assert_idle()
+
+    run(test)
+
+
+@pytest.mark.parametrize("settings", [{}, {"features": {"queue", "errors"}}])
+def test_b04_no_unload_before_the_last_lease_is_back(
+    make_house: Make, settings: dict[str, Any]
+) -> None:
+    async def test() -> None:
+        house = make_house(max_age_s=0.0, **settings)
+        for _ in range(3):
+            await house.get("a")
+        for_b = house.ask("b")
+        for left in (2, 1, 0):
+            await settle()
+            assert "unload a" not in house.events
+            await house.release("a")
+            assert house.entry("a").in_use == left
+        await for_b
+        assert house.events.count("unload a") == 1
+        await house.release("b")
+        house.assert_idle()
+
+    run(test)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_b05_b06_cold_requests_in_one_tick_are_served_in_turn(
+    make_house: Make, first: str
+) -> None:
+    async def test() -> None:
+        house = make_house()
+        order = [first, "b" if first == "a" else "a", "d"]
+        served: list[str] = []
+
+        async def one(model: str) -> None:
+            await house.get(model)
+            served.append(model)
+            used = house.pool._current_model_memory
+            assert used <= house.ceiling
+            await settle()
+            await house.release(model)
+
+        await asyncio.gather(*(one(m) for m in order))
+        assert sorted(served) == ["a", "b", "d"]
+        assert served[0] == first
+        house.assert_idle()
+
+    run(test)
+
+
+def test_b07_waiters_are_granted_in_the_step_that_ends_the_load(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        house.hold_loads = True
+        requests = [house.ask("a") for _ in range(5)]
+        for_b = house.ask("b")
+        await settle()
+        seen: list[int] = []
+        find = house.pool._find_lru_victim
+
+        def spy(*args: Any, **keywords: Any) -> Any:
+            seen.append(house.entry("a").in_use)
+            return find(*args, **keywords)
+
+        house.pool._find_lru_victim = spy
+        await house.let_load("a")
+        await asyncio.gather(*requests)
+        assert house.entry("a").in_use == 5
+        for _ in range(5):
+            await house.release("a")
+        await house.let_load("b")
+        await for_b
+        assert all(count == 0 for count in seen)
+        await house.release("b")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_b23_ten_requests_for_a_cold_model_load_it_once(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        engines = await asyncio.gather(*(house.get("d") for _ in range(10)))
+        assert len({id(e) for e in engines}) == 1
+        assert house.events == ["load d", "loaded d"]
+        assert house.entry("d").in_use == 10
+        for _ in range(10):
+            await house.release("d")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_b24_two_waiters_for_one_victim_are_both_served(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        house.pool._entries["c"] = house.pool._entries.pop("x")
+        house.entry("c").model_id = "c"
+        house.entry("c").estimated_size = 600
+        await house.get("a")
+        await house.release("a")
+
+        async def one(model: str) -> None:
+            await house.get(model)
+            await house.release(model)
+
+        await asyncio.gather(one("b"), one("c"))
+        house.assert_idle()
+
+    run(test)
+
+
+class TestNeverFits:
+    """K2, B28: 507 at once, and nobody pays for it."""
+
+    def test_larger_than_the_ceiling(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house()
+            await house.get("a")
+            await house.release("a")
+            errors = house.module.ModelTooLargeError
+            with pytest.raises(errors, match="x"):
+                house.pool.get_engine("x").send(None)
+            assert house.resident() == {"a"}
+            house.assert_idle()
+
+        run(test)
+
+    def test_pinned_models_count_against_it(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house()
+            house.entry("p").is_pinned = True
+            await house.get("p")
+            await house.get("d")
+            await house.release("d")
+            house.entry("a").estimated_size = 800
+            with pytest.raises(house.module.InsufficientMemoryError, match="pinned"):
+                await house.get("a")
+            assert house.resident() == {"p", "d"}
+
+        run(test)
+
+    def test_with_the_pool_locked_by_a_load(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house()
+            house.hold_loads = True
+            loading = house.ask("a")
+            await until(lambda: "load a" in house.events)
+            with pytest.raises(house.module.ModelTooLargeError):
+                house.pool.get_engine("x").send(None)
+            await house.let_load("a")
+            await loading
+
+        run(test)
+
+    def test_the_guard_being_off_refuses_nothing(self, make_house: Make) -> None:
+        """B57: without a ceiling the pool evicts as well as it can, then loads."""
+
+        async def test() -> None:
+            house = make_house()
+            if not hasattr(house.pool, "_get_admission_ceiling"):
+                pytest.skip("this release has no ceiling for a guard that is off")
+            house.pool._get_final_ceiling = lambda: 0
+            house.pool._get_admission_ceiling = lambda: 1000
+            await house.get("a")
+            for_x = house.ask("x")
+            await settle()
+            assert not for_x.done()
+            await house.release("a")
+            await for_x
+            assert house.resident() == {"x"}
+
+        run(test)
+
+
+class TestOutcomes:
+    """K1, K6, K7, K8: each wait ends once, in the right way, and leaves nothing."""
+
+    def test_the_budget_ends_a_wait(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house(max_wait_s=0.02)
+            await house.get("a")
+            with pytest.raises(admission_refused(), match="'a' \\(1 running\\)") as refused:
+                await house.get("b")
+            refusal = refused.value.refusal
+            assert (refusal.status, refusal.code) == (503, "model_swap_timeout")
+            assert 1 <= refusal.retry_after <= 60
+            assert "unload b" not in house.events
+            assert house.entry("a").pending_unload_reason is None
+            await house.release("a")
+            house.assert_idle()
+            assert "load b" not in house.events
+
+        run(test)
+
+    def test_b29_a_full_queue_refuses_at_once(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house(max_queue=3)
+            await house.get("a")
+            waiting = [house.ask("b") for _ in range(3)]
+            await settle()
+            for _ in range(3):
+                with pytest.raises(admission_refused()) as refused:
+                    house.pool.get_engine("b").send(None)
+                assert refused.value.refusal.code == "admission_queue_full"
+            # The loaded model is not behind that queue, and a place freed is a place.
+            await house.get("a")
+            await house.release("a")
+            waiting.pop().cancel()
+            await settle()
+            waiting.append(house.ask("b"))
+            await settle()
+            await house.release("a")
+            await asyncio.gather(*waiting)
+            for _ in range(3):
+                await house.release("b")
+            house.assert_idle()
+
+        run(test)
+
+    def test_b32_no_budget_serves_only_what_is_loaded(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house(max_wait_s=300.0)
+            from omlx_admission.runtime import request as requests
+
+            await house.get("a")
+            scope = {"path": "/v1/chat/completions", "headers": [(b"x-omlx-max-wait", b"0")]}
+            token = requests.current.set(requests.Request(scope, asyncio.Future))
+            try:
+                await house.get("a")
+                await house.release("a")
+                with pytest.raises(admission_refused()) as refused:
+                    house.pool.get_engine("b").send(None)
+            finally:
+                requests.current.reset(token)
+            assert refused.value.refusal.code == "model_busy"
+            await house.release("a")
+            house.assert_idle()
+            assert house.resident() == {"a"}
+
+        run(test)
+
+    def test_b51_a_failed_load_tells_everybody_once_and_holds_no_memory(
+        self, make_house: Make, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        # A captured log record would keep the exception, and with it the "weights".
+        caplog.set_level(logging.CRITICAL + 1, logger="omlx")
+
+        async def test() -> None:
+            house = make_house()
+            weights = type("Weights", (), {})()
+            gone = weakref.ref(weights)
+
+            def failing() -> Exception:
+                error = RuntimeError("broken file")
+                error.weights = weights  # type: ignore[attr-defined]
+                return error
+
+            house.fail["d"] = failing()
+            del weights, failing
+            house.hold_loads = True
+            requests = [house.ask("d") for _ in range(3)]
+            await house.let_load("d")
+            results = await asyncio.gather(*requests, return_exceptions=True)
+            unavailable = house.module.ModelUnavailableError
+            assert [type(r) for r in results] == [unavailable] * 3
+            assert len({id(r) for r in results}) == 3
+            assert all(r.__cause__ is None for r in results)
+            # Stock caches the failure; the next one does not load or evict again.
+            house.events.clear()
+            with pytest.raises(unavailable):
+                await house.get("d")
+            assert house.events == []
+            house.fail.clear()
+            await settle()
+            gc.collect()
+            assert gone() is None
+            house.assert_idle()
+
+        run(test)
+
+    def test_a_passing_shortage_is_tried_again(self, make_house: Make, mocker: Any) -> None:
+        """B50: residue that has not settled is a wait, not a refusal."""
+
+        async def test() -> None:
+            house = make_house()
+            footprint = [900]
+            mocker.patch.object(house.module, "get_phys_footprint", lambda: footprint[0])
+            request = house.ask("d")
+            await until(lambda: house.admission is not None and house.admission._shortages)
+            assert not request.done()
+            footprint[0] = 0
+            await request
+            await house.release("d")
+            house.assert_idle()
+
+        run(test)
+
+    def test_a_shortage_that_stays_ends_in_stocks_own_words(
+        self, make_house: Make, mocker: Any
+    ) -> None:
+        async def test() -> None:
+            house = make_house(max_wait_s=0.1)
+            mocker.patch.object(house.module, "get_phys_footprint", lambda: 900)
+            with pytest.raises(house.module.InsufficientMemoryError):
+                await house.get("d")
+            house.assert_idle()
+
+        run(test)
+
+    def test_b19_a_model_removed_while_queued_is_not_found(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house()
+            await house.get("a")
+            for_b = house.ask("b")
+            await settle()
+            del house.pool._entries["b"]
+            house.pool.discover_models([], [])
+            with pytest.raises(house.module.ModelNotFoundError):
+                await for_b
+
+        run(test)
+
+    def test_shutdown_ends_every_wait(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house()
+            await house.get("a")
+            waiting = [house.ask(m) for m in ("b", "b", "p", "d")]
+            await settle()
+            await house.pool.shutdown()
+            results = await asyncio.gather(*waiting, return_exceptions=True)
+            refused = [r for r in results if isinstance(r, Exception)]
+            assert [r.refusal.code for r in refused] == ["shutting_down"] * len(refused)
+            assert len(refused) >= 2
+            with pytest.raises(admission_refused()):
+                await house.get("b")
+
+        run(test)
+
+
+class TestCancelWindows:
+    """K6: a client that leaves leaves nothing, wherever it leaves."""
+
+    def test_queued(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=1000.0)
+            await house.get("a")
+            for_b = house.ask("b")
+            await settle()
+            await cancel(for_b)
+            await house.release("a")
+            house.assert_idle()
+            assert house.resident() == {"a"}
+            assert "load b" not in house.events
+
+        run(test)
+
+    def test_draining(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            await house.get("a")
+            for_b = house.ask("b")
+            await settle()
+            assert house.entry("a").pending_unload_reason
+            await cancel(for_b)
+            assert house.entry("a").pending_unload_reason is None
+            await house.get("a")
+            await house.release("a")
+            await house.release("a")
+            house.assert_idle()
+            assert house.resident() == {"a"}
+
+        run(test)
+
+    def test_unloading(self, make_house: Make) -> None:
+        """The victim is on its way out: that ends, and the load for nobody does too."""
+
+        async def test() -> None:
+            house = make_house()
+            await house.get("a")
+            await house.release("a")
+            house.hold_unloads = True
+            for_b = house.ask("b")
+            await until(lambda: "unload a" in house.events)
+            await cancel(for_b)
+            await house.let_unload("a")
+            await until(lambda: house.admission.policy.swap is None)
+            house.assert_idle()
+
+        run(test)
+
+    @pytest.mark.parametrize("others", [0, 2])
+    def test_b33_loading(self, make_house: Make, others: int) -> None:
+        async def test() -> None:
+            house = make_house()
+            house.hold_loads = True
+            first = house.ask("a")
+            rest = [house.ask("a") for _ in range(others)]
+            await until(lambda: "load a" in house.events)
+            await cancel(first)
+            await house.let_load("a")
+            await asyncio.gather(*rest)
+            await until(lambda: house.admission.policy.swap is None)
+            # One load, accounted and evictable even when nobody is left to use it.
+            assert house.events == ["load a", "loaded a"]
+            assert house.pool._current_model_memory == 600
+            assert house.entry("a").in_use == others
+            for _ in rest:
+                await house.release("a")
+            house.hold_loads = False
+            await house.get("b")
+            assert house.resident() == {"b"}
+            await house.release("b")
+            house.assert_idle()
+
+        run(test)
+
+    def test_just_granted(self, make_house: Make) -> None:
+        """Granted and cancelled in the same turn: the lease goes back, the next one goes."""
+
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            await house.get("a")
+            first, second = house.ask("b"), house.ask("a")
+            await settle()
+            admission = house.admission
+            granted = asyncio.Event()
+            grant = admission._grant
+
+            def spy(target: Any, waiters: Any) -> None:
+                grant(target, waiters)
+                if target.model == "b" and waiters:
+                    assert house.entry("b").in_use == 1
+                    first.cancel()
+                    granted.set()
+
+            admission._grant = spy
+            await house.release("a")
+            await granted.wait()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            await second
+            await house.release("a")
+            house.assert_idle()
+
+        run(test)
+
+    def test_the_client_leaves_while_the_handler_goes_on(self, make_house: Make) -> None:
+        """The server does not cancel a handler whose client has left: we notice ourselves."""
+
+        async def test() -> None:
+            from omlx_admission.runtime import request as requests
+
+            house = make_house(max_age_s=0.0)
+            await house.get("a")
+            gone: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+
+            async def receive() -> Any:
+                return await gone
+
+            scope = {"path": "/v1/chat/completions", "headers": []}
+            token = requests.current.set(requests.Request(scope, receive))
+            try:
+                for_b = house.ask("b")
+            finally:
+                requests.current.reset(token)
+            await settle()
+            gone.set_result({"type": "http.disconnect"})
+            with pytest.raises(admission_refused(), match="left"):
+                await for_b
+            await house.release("a")
+            house.assert_idle()
+            assert "load b" not in house.events
+
+        run(test)
+
+
+class TestVariants:
+    """B13, B14: another load-time setting waits for the drain instead of 409."""
+
+    @pytest.fixture
+    def signed(self, mocker: Any) -> Callable[[House], None]:
+        def sign(house: House) -> None:
+            mocker.patch.object(
+                house.pool,
+                "_engine_runtime_signature",
+                lambda _m, s=None: (("mtp_enabled", str(bool(s))),),
+            )
+
+        return sign
+
+    def test_a_busy_variant_drains_and_reloads(
+        self, make_house: Make, signed: Callable[[House], None]
+    ) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            signed(house)
+            await house.get("d")
+            slow = house.ask("d", runtime_settings={"mtp": 1})
+            await settle()
+            fast = house.ask("d")
+            await settle()
+            assert not slow.done()
+            assert not fast.done()
+            await house.release("d")
+            await slow
+            await house.release("d")
+            await fast
+            await house.release("d")
+            assert house.events.count("loaded d") == 3
+            house.assert_idle()
+
+        run(test)
+
+    def test_identical_variants_share_one_load(
+        self, make_house: Make, signed: Callable[[House], None]
+    ) -> None:
+        async def test() -> None:
+            house = make_house()
+            signed(house)
+            settings = {"mtp": 1}
+            engines = await asyncio.gather(
+                *(house.get("d", runtime_settings=settings) for _ in range(4))
+            )
+            assert len({id(e) for e in engines}) == 1
+            assert house.events == ["load d", "loaded d"]
+
+        run(test)
+
+
+def test_the_enforcer_is_offered_stocks_own_victim(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        await house.get("d", lease=False)
+        house.ask("b")
+        await settle()
+        # A is planned to leave, but it is busy and the enforcer has no plan.
+        assert house.pool._find_lru_victim() == "d"
+
+    run(test)
+
+
+def test_max_models_holds_at_every_instant(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house(max_models=1)
+        house.ceiling = 10_000
+        most = 0
+
+        async def one(model: str) -> None:
+            nonlocal most
+            await house.get(model)
+            held = {
+                m
+                for m, e in house.pool._entries.items()
+                if e.engine is not None or e.is_loading
+            }
+            most = max(most, len(held))
+            await house.release(model)
+
+        await asyncio.gather(*(one(m) for m in ("a", "b", "d", "p", "x") * 3))
+        assert most == 1
+        assert len(house.resident()) == 1
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_fault_of_the_queue_lets_everybody_run_stock(
+    make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        await house.get("a")
+        for_b = house.ask("b")
+        await settle()
+        assert house.entry("a").pending_unload_reason
+        mocker.patch.object(house.admission.policy, "step", side_effect=ZeroDivisionError)
+        house.admission.changed()
+        # What stock says to a busy pool.
+        with pytest.raises(house.module.InsufficientMemoryError):
+            await for_b
+        assert house.entry("a").pending_unload_reason is None
+        await house.get("a")
+        assert caplog.text.count("the queue failed") == 1
+
+    run(test)
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await settle()

@@ -1,0 +1,169 @@
+"""Residents never wait: K5, B08, B11 and the release without the lock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .conftest import House, run, settle, until
+
+Make = Callable[..., House]
+
+
+def test_b11_a_resident_is_handed_out_while_another_model_loads(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        first = await house.get("d")
+        house.hold_loads = True
+        loading = house.ask("a")
+        await until(lambda: "load a" in house.events)
+        assert house.pool._lock.locked()
+        # No await is needed in between: the coroutine ends without suspending.
+        with pytest.raises(StopIteration) as done:
+            house.pool.get_engine("d", _lease=True).send(None)
+        assert done.value.value is first
+        assert house.entry("d").in_use == 2
+        await house.release("d")
+        await house.release("d")
+        assert house.pool._lock.locked()
+        assert house.entry("d").in_use == 0
+        await house.let_load("a")
+        await loading
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_lease_is_taken_only_when_asked_for(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        await house.get("d", lease=False)
+        await house.get("d", lease=False)
+        assert house.entry("d").in_use == 0
+        before = house.entry("d").last_access
+        house.entry("d").last_access = 0.0
+        await house.get("d", lease=False)
+        assert house.entry("d").last_access >= before > 0
+
+    run(test)
+
+
+def test_b08_a_request_during_an_unlocked_unload_gets_a_new_engine(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        for _round in range(5):
+            dying = await house.get("a")
+            await house.release("a")
+            house.hold_unloads = True
+            unload = asyncio.ensure_future(house.pool._unload_engine("a"))
+            await until(lambda: "unload a" in house.events)
+            request = house.ask("a")
+            await settle()
+            assert not request.done()
+            await house.let_unload("a")
+            await unload
+            assert await request is not dying
+            assert dying.start.await_count == 1
+            await house.release("a")
+            house.hold_unloads = False
+            await house.pool._unload_engine("a")
+            house.assert_idle()
+            house.events.clear()
+        assert house.pool._current_model_memory == 0
+
+    run(test)
+
+
+def test_a_second_unload_joins_the_first(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        engine = await house.get("a", lease=False)
+        house.hold_unloads = True
+        first = asyncio.ensure_future(house.pool._unload_engine("a"))
+        await until(lambda: "unload a" in house.events)
+        second = asyncio.ensure_future(house.pool._unload_engine("a"))
+        await settle()
+        await house.let_unload("a")
+        await asyncio.gather(first, second)
+        assert engine.stop.await_count == 1
+        assert house.pool._current_model_memory == 0
+
+    run(test)
+
+
+def test_an_unload_that_is_cancelled_leaves_no_mark(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        await house.get("a", lease=False)
+        house.hold_unloads = True
+        unload = asyncio.ensure_future(house.pool._unload_engine("a"))
+        await until(lambda: "unload a" in house.events)
+        unload.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unload
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_release_obeys_a_mark_that_is_not_ours(make_house: Make) -> None:
+    """Stock unloads a model that the enforcer marked when its last lease drops."""
+
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        await house.get("a")
+        house.pool._mark_pending_unload_locked("a", "hard memory pressure")
+        await house.release("a")
+        assert house.resident() == set()
+        house.assert_idle()
+
+    run(test)
+
+
+@pytest.mark.parametrize("reason", ["another variant", "loading", "pending unload"])
+def test_what_stock_would_not_hand_out_at_once_goes_the_stock_way(
+    make_house: Make, mocker: Any, reason: str
+) -> None:
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        await house.get("d", lease=False)
+        entry = house.entry("d")
+        if reason == "another variant":
+            mocker.patch.object(
+                house.pool, "_engine_runtime_signature", lambda *_a: (("mtp_enabled", "True"),)
+            )
+            entry.runtime_settings_signature = (("mtp_enabled", "False"),)
+        elif reason == "loading":
+            entry.is_loading = True
+        else:
+            entry.pending_unload_reason = "somebody else's"
+        await house.pool._lock.acquire()
+        request = house.ask("d")
+        await settle()
+        # It waits for the lock, as stock does.
+        assert not request.done()
+        request.cancel()
+        house.pool._lock.release()
+
+    run(test)
+
+
+def test_a_fault_of_ours_lets_stock_answer(
+    make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        from omlx_admission.hooks import faults, resident
+
+        house = make_house(features={"resident"})
+        engine = await house.get("d", lease=False)
+        faults._noted.clear()
+        mocker.patch.object(resident, "ready_engine", side_effect=ZeroDivisionError)
+        assert await house.get("d", lease=False) is engine
+        assert await house.get("d", lease=False) is engine
+        assert caplog.text.count("resident path failed") == 1
+
+    run(test)
