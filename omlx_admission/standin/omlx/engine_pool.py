@@ -659,7 +659,11 @@ class EnginePool:
         gc.collect()
         await clear_cache()
         settled = await settle(
-            model_id, size, before, lambda: self._other_entries_serving(model_id)
+            model_id,
+            size,
+            before,
+            lambda: mx.get_active_memory(),
+            lambda: self._other_entries_serving(model_id),
         )
         self._current_model_memory = max(0, self._current_model_memory - size)
         if not settled:

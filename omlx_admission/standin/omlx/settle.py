@@ -32,16 +32,21 @@ async def clear_cache() -> None:
 
 
 async def settle(
-    model_id: str, size: int, active_before: int, others_serving: Callable[[], bool]
+    model_id: str,
+    size: int,
+    active_before: int,
+    active_memory: Callable[[], int],
+    others_serving: Callable[[], bool],
 ) -> bool:
     """Wait for ``size`` bytes to come back; False when they did not in time.
 
     Gives up at once when another model is at work: what comes back cannot be told
-    from what the other one takes. ``active_before`` is the reading before the stop.
+    from what the other one takes. ``active_memory`` reads the gauge, and
+    ``active_before`` is what it read before the stop.
     """
     wanted = max(0, size - max(_TOLERANCE_BYTES, int(size * _TOLERANCE_SHARE)))
     for _ in range(_ROUNDS):
-        if active_before - mx.get_active_memory() >= wanted:
+        if active_before - active_memory() >= wanted:
             return True
         if others_serving():
             logger.info("cannot tell whether %s is out: other models are at work", model_id)
