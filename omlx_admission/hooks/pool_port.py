@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,10 @@ _AS_TEXT = "as text"
 _EXPLICIT = "explicit settings"
 
 
+def _nothing() -> None:
+    """A weak reference to no engine."""
+
+
 class OmlxPool:
     """:class:`~omlx_admission.runtime.port.PoolPort` on one ``EnginePool``."""
 
@@ -38,6 +43,7 @@ class OmlxPool:
         self._module = module
         self._errors = _exceptions()
         self._stock_get_engine = stock_get_engine
+        self._loaded_for: dict[str, tuple[weakref.ref[Any], Target]] = {}
 
     # -- questions ----------------------------------------------------------
 
@@ -151,6 +157,11 @@ class OmlxPool:
             or (entry.pending_unload_reason and not drains_for_us(entry))
         ):
             return False
+        for_engine, for_target = self._loaded_for.get(target.model, (_nothing, None))
+        if for_target == target and for_engine() is entry.engine:
+            # An option that fell back at load leaves another signature behind
+            # (before 0.5.4); what was loaded for this target serves it (B13).
+            return True
         signature: Any = target.variant
         kind = signature[0] if signature and isinstance(signature[0], str) else None
         if kind is not None:
@@ -214,9 +225,10 @@ class OmlxPool:
         planned_victims.set(tuple(v for v in victims if v != model))
         if max_models:
             await self._make_places(ask, victims, max_models)
-        await self._stock_get_engine(**ask.arguments)
-        if not self._is_ready(ask.target):
+        engine = await self._stock_get_engine(**ask.arguments)
+        if not self.in_service(model, engine):
             raise self._errors.ModelLoadingError(model, f"Model '{model}' is being unloaded")
+        self._loaded_for[model] = (weakref.ref(engine), ask.target)
 
     async def _make_places(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
         """Stock evicts for bytes, not for a count: do that much before it is asked."""

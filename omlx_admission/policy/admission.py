@@ -372,7 +372,7 @@ class AdmissionPolicy:
                 queue.settling_since = None
             elif queue.settling_since is None:
                 queue.settling_since = now
-            if wish.kind is PlanKind.FITS or (
+            if wish.kind in (PlanKind.FITS, PlanKind.ASK) or (
                 wish.kind is PlanKind.EVICT
                 and (target == overdue or self._linger_end(wish, view, now) is None)
             ):
@@ -415,7 +415,7 @@ class AdmissionPolicy:
         if now < self._queues[swap.target].retry_at:
             return
         wish = self._plan(swap.target, view, now)
-        if wish.kind in (PlanKind.FITS, PlanKind.EVICT):
+        if wish.kind in (PlanKind.FITS, PlanKind.EVICT, PlanKind.ASK):
             swap.victims = wish.victims
             self._load(swap, view, now, actions)
         elif wish.kind is PlanKind.DRAIN:

@@ -337,7 +337,11 @@ class Admission:
             context=contextvars.Context(),
         )
         self._loads[target] = task
-        task.add_done_callback(lambda _task: self._loads.pop(target, None))
+        task.add_done_callback(lambda done: self._forget_load(target, done))
+
+    def _forget_load(self, target: Target, task: asyncio.Task[None]) -> None:
+        if self._loads.get(target) is task:
+            del self._loads[target]
 
     async def _load(self, ask: Ask, victims: Sequence[str]) -> None:
         target = ask.target

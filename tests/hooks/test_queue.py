@@ -345,13 +345,9 @@ class TestOutcomes:
             weights = type("Weights", (), {})()
             gone = weakref.ref(weights)
 
-            def failing() -> Exception:
-                error = RuntimeError("broken file")
-                error.weights = weights  # type: ignore[attr-defined]
-                return error
-
-            house.fail["d"] = failing()
-            del weights, failing
+            house.fail["d"] = RuntimeError("broken file")
+            house.fail["d"].weights = weights  # type: ignore[attr-defined]
+            del weights
             house.hold_loads = True
             requests = [house.ask("d") for _ in range(3)]
             await house.let_load("d")
@@ -578,7 +574,7 @@ class TestVariants:
             mocker.patch.object(
                 house.pool,
                 "_engine_runtime_signature",
-                lambda _m, s=None: (("mtp_enabled", str(bool(s))),),
+                lambda _m, s=None, **_k: (("mtp_enabled", str(bool(s))),),
             )
 
         return sign
@@ -603,6 +599,25 @@ class TestVariants:
             await house.release("d")
             assert house.events.count("loaded d") == 3
             house.assert_idle()
+
+        run(test)
+
+    def test_b13_an_option_that_fell_back_at_load_does_not_reload(
+        self, make_house: Make, signed: Callable[[House], None]
+    ) -> None:
+        """Before 0.5.4 the engine's own signature is kept, not the one that was wanted."""
+
+        async def test() -> None:
+            house = make_house()
+            signed(house)
+            settings = {"mtp": 1}
+            first = await house.get("d", runtime_settings=settings)
+            house.entry("d").runtime_settings_signature = (("mtp_enabled", "False"),)
+            again = await asyncio.gather(
+                *(house.get("d", runtime_settings=settings) for _ in range(3))
+            )
+            assert {id(e) for e in again} == {id(first)}
+            assert house.events == ["load d", "loaded d"]
 
         run(test)
 
