@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 from omlx_admission.surfaces.demo.client import Answer
 from omlx_admission.surfaces.demo.models import A, B, C, D, Model
-from omlx_admission.surfaces.demo.stage import Played, Stage, longest_gap, outcome, text_of
+from omlx_admission.surfaces.demo.stage import (
+    STREAM,
+    Played,
+    Stage,
+    longest_gap,
+    outcome,
+    text_of,
+)
 from omlx_admission.surfaces.demo.watch import LOADING, RESIDENT
 
 #: Seconds of grace on sums of swaps: an unload settles in steps of half a second,
@@ -48,8 +55,7 @@ class Scenario:
 
 
 async def _play_busy(stage: Stage) -> None:
-    await asyncio.gather(
-        stage.ask(A, "A streams", tokens=stage.measures.tokens, stream=True),
+    await stage.beside_stream(
         stage.ask(B, "B while A streams", delay=0.5),
         stage.ask(A, "A again, B waiting", delay=1.0),
     )
@@ -57,7 +63,7 @@ async def _play_busy(stage: Stage) -> None:
 
 def _check_busy(played: Played) -> Iterator[str]:
     stream, b, again = (
-        played.one(label) for label in ("A streams", "B while A streams", "A again, B waiting")
+        played.one(label) for label in (STREAM, "B while A streams", "A again, B waiting")
     )
     yield from _served(stream, b, again)
     yield from _never_both(played, A, B)
@@ -136,14 +142,13 @@ def _check_neighbour(played: Played) -> Iterator[str]:
 
 async def _play_budget(stage: Stage) -> None:
     header = {"X-OMLX-Max-Wait": f"{BUDGET_S:g}"}
-    await asyncio.gather(
-        stage.ask(A, "A streams", tokens=stage.measures.tokens, stream=True),
+    await stage.beside_stream(
         stage.ask(B, f"B, waits {BUDGET_S:g} s at most", delay=0.5, headers=header),
     )
 
 
 def _check_budget(played: Played) -> Iterator[str]:
-    stream, b = played.one("A streams"), played.one(f"B, waits {BUDGET_S:g} s at most")
+    stream, b = played.one(STREAM), played.one(f"B, waits {BUDGET_S:g} s at most")
     yield from _served(stream)
     if stream.ok:
         yield from _whole(stream, played)

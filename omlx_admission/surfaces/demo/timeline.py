@@ -19,25 +19,40 @@ from omlx_admission.surfaces.demo.scenarios import Scenario, retry_after
 from omlx_admission.surfaces.demo.stage import Played, outcome
 from omlx_admission.surfaces.demo.watch import LOADING, Span, spans
 
-_RESIDENT_LOOK = {"facecolor": "#cfe3f2", "edgecolor": "#56789a", "linewidth": 0.6}
-_LOADING_LOOK = {
+_RESIDENT_LOOK: dict[str, Any] = {
+    "facecolor": "#cfe3f2",
+    "edgecolor": "#56789a",
+    "linewidth": 0.6,
+}
+_LOADING_LOOK: dict[str, Any] = {
     "facecolor": "#ffffff",
     "edgecolor": "#d55e00",
     "hatch": "////",
     "linewidth": 0.6,
 }
-_WAITING_LOOK = {
+_WAITING_LOOK: dict[str, Any] = {
     "facecolor": "#ffffff",
     "edgecolor": "#444444",
     "hatch": "....",
     "linewidth": 0.6,
 }
-_ANSWERED_LOOK = {"facecolor": "#009e73", "edgecolor": "#00573f", "linewidth": 0.6}
+_ANSWERED_LOOK: dict[str, Any] = {
+    "facecolor": "#009e73",
+    "edgecolor": "#00573f",
+    "linewidth": 0.6,
+}
 _REFUSED = "#b03a00"
 
 #: Heights in lanes: the model's own band, one request.
 _BAND, _LANE = 0.9, 0.75
 _INCH_PER_LANE = 0.26
+
+#: Inches round and between the panels.
+_LEFT, _AXES_INCHES, _RIGHT = 0.95, 11.0, 0.25
+_HEAD, _TITLE, _PAIR_GAP, _GAP, _FOOT = 0.85, 0.5, 0.12, 0.42, 0.25
+
+#: Width in inches of one character of a caption, on the safe side.
+_CHARACTER = 0.083
 
 
 @dataclass(frozen=True)
@@ -49,14 +64,23 @@ class Bar:
 
 
 def lanes(answers: Iterable[Answer]) -> list[Bar]:
-    """Put requests of one model into lanes so that none overlap in time."""
-    free_at: list[float] = []
-    bars = []
+    """Give each label lanes of its own, so that no two requests of a lane overlap in time.
+
+    A lane that is shared by labels would have one's caption run over another's bars.
+    """
+    free_at: dict[str, list[float]] = {}
+    inner: list[tuple[Answer, int]] = []
     for answer in sorted(answers, key=lambda a: a.started):
-        lane = next((i for i, end in enumerate(free_at) if end <= answer.started), len(free_at))
-        free_at[lane : lane + 1] = [answer.ended]
-        bars.append(Bar(answer, lane))
-    return bars
+        ends = free_at.setdefault(answer.label, [])
+        lane = next((i for i, end in enumerate(ends) if end <= answer.started), len(ends))
+        ends[lane : lane + 1] = [answer.ended]
+        inner.append((answer, lane))
+    below = 0
+    first: dict[str, int] = {}
+    for label, ends in free_at.items():
+        first[label] = below
+        below += len(ends)
+    return [Bar(answer, first[answer.label] + lane) for answer, lane in inner]
 
 
 def draw(
@@ -75,48 +99,39 @@ def draw(
         for scenario in scenarios
         for run in (stock, patched)
     ]
-    longest = max(panel.seconds for _, _, panel in panels)
-    gap = 0.42  # inches between stock and patched, more before a new scenario
-    heights = [panel.height * _INCH_PER_LANE for _, _, panel in panels]
-    head, foot, between = 1.15, 0.6, 0.62
-    total = head + foot + sum(heights) + len(scenarios) * (gap * 0.35 + between)
-    width = 12.0
-    figure = Figure(figsize=(width, total), dpi=130)
+    limit = max(panel.limit(_AXES_INCHES) for _, _, panel in panels)
+    inches = [panel.height * _INCH_PER_LANE for _, _, panel in panels]
+    total = _HEAD + _FOOT + sum(inches) + len(scenarios) * (_TITLE + _PAIR_GAP + _GAP)
+    figure = Figure(figsize=(_LEFT + _AXES_INCHES + _RIGHT, total), dpi=130)
     FigureCanvasAgg(figure)
-    figure.text(0.012, 1 - 0.3 / total, title, fontsize=13, weight="bold", va="center")
+    x = 0.012
+    figure.text(x, 1 - 0.3 / total, title, fontsize=13, weight="bold", va="center")
     _legend(figure, total)
-    top = total - head
-    for index, ((scenario, run, panel), height) in enumerate(zip(panels, heights, strict=True)):
+    top = total - _HEAD
+    for index, ((scenario, run, panel), height) in enumerate(zip(panels, inches, strict=True)):
         first = index % 2 == 0
         if first:
-            top -= between - 0.12
-            number = index // 2 + 1
-            figure.text(
-                0.012,
-                (top + 0.17) / total,
-                f"{number}. {scenario.title}",
-                fontsize=11,
-                weight="bold",
-                va="center",
+            name = f"{index // 2 + 1}. {scenario.title}"
+            figure.text(x, (top - 0.12) / total, name, fontsize=11, weight="bold", va="center")
+            wanted = f"wanted: {scenario.wanted}"
+            figure.text(x, (top - 0.34) / total, wanted, fontsize=10, va="center")
+            top -= _TITLE
+        axes = figure.add_axes(
+            (
+                _LEFT / figure.get_figwidth(),
+                (top - height) / total,
+                _AXES_INCHES / figure.get_figwidth(),
+                height / total,
             )
-        axes = figure.add_axes((0.115, (top - height) / total, 0.87, height / total))
-        panel.draw(axes, longest)
-        axes.text(
-            -0.125,
-            0.5,
-            run.mode,
-            transform=axes.transAxes,
-            fontsize=11,
-            rotation=90,
-            va="center",
-            ha="left",
         )
+        panel.draw(axes, limit)
+        middle = (top - height / 2) / total
+        figure.text(x, middle, run.mode, fontsize=11, rotation=90, va="center")
         if first:
             axes.tick_params(labelbottom=False)
-        last = index == len(panels) - 1
-        if last:
+        if index == len(panels) - 1:
             axes.set_xlabel("seconds since the scenario began", fontsize=10)
-        top -= height + (gap * 0.35 if first else 0.12)
+        top -= height + (_PAIR_GAP if first else _GAP)
     figure.savefig(path, format="png")
 
 
@@ -131,7 +146,7 @@ def _legend(figure: Any, total: float) -> None:
             Patch(label="request being answered", **_ANSWERED_LOOK),
         ],
         loc="upper left",
-        bbox_to_anchor=(0.006, 1 - 0.45 / total),
+        bbox_to_anchor=(0.004, 1 - 0.42 / total),
         ncols=4,
         frameon=False,
         fontsize=10,
@@ -152,11 +167,21 @@ class _Panel:
             self._models.append((model, bars, bottom))
             bottom += _BAND + _LANE * (1 + max((b.lane for b in bars), default=0)) + 0.35
         self.height = bottom
-        self.seconds = played.end - played.start
 
-    def draw(self, axes: Any, longest: float) -> None:
+    def limit(self, inches: float) -> float:
+        """Seconds at the right end of an axis that is ``inches`` wide, captions included."""
         played = self._played
-        axes.set_xlim(0, longest * 1.02)
+        limits = [played.end - played.start]
+        for _, bars, _ in self._models:
+            for same in _by_label(bars).values():
+                room = inches - _CHARACTER * len(_caption([b.answer for b in same])) - 0.1
+                limits.append((same[-1].answer.ended - played.start) * inches / room)
+        return max(limits)
+
+    def draw(self, axes: Any, limit: float) -> None:
+        """Fill ``axes``, ``limit`` seconds long."""
+        played = self._played
+        axes.set_xlim(0, limit)
         axes.set_ylim(-0.1, self.height)
         axes.set_yticks(
             [bottom + _BAND / 2 for _, _, bottom in self._models],
@@ -194,11 +219,9 @@ class _Panel:
             )
 
     def _requests(self, axes: Any, bars: Sequence[Bar], bottom: float) -> None:
-        labels: dict[str, list[Bar]] = {}
         for bar in bars:
             self._request(axes, bar, bottom + bar.lane * _LANE)
-            labels.setdefault(bar.answer.label, []).append(bar)
-        for same in labels.values():
+        for same in _by_label(bars).values():
             last = same[-1]
             refused = any(not b.answer.ok for b in same)
             axes.annotate(
@@ -223,6 +246,13 @@ class _Panel:
             axes.broken_barh([(start, served - start)], size, **_WAITING_LOOK)
         if end > served:
             axes.broken_barh([(served, end - served)], size, **_ANSWERED_LOOK)
+
+
+def _by_label(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
+    found: dict[str, list[Bar]] = {}
+    for bar in bars:
+        found.setdefault(bar.answer.label, []).append(bar)
+    return found
 
 
 def _caption(answers: Sequence[Answer]) -> str:
