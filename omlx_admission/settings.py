@@ -70,6 +70,11 @@ class Settings:
     linger_s: float | None = None
     leases: bool = True
     serialize_engine_gpu: bool = False
+    exposure: bool = True
+    exit_on_gpu_lockout: bool = True
+    gpu_stuck_s: float = 60.0
+    #: Not a variable: oMLX's settings file has ``scheduler.serialize_engine_gpu``.
+    keep_gpu_setting: bool = False
     stream_hold_s: float = 10.0
     strict: bool = False
 
@@ -149,7 +154,32 @@ VARIABLES: tuple[Variable, ...] = (
         "serialize_engine_gpu",
         _switch,
         _SWITCH,
-        "one engine on the GPU at a time (reserved, without effect so far)",
+        "one engine on the GPU at a time; goes before scheduler.serialize_engine_gpu in "
+        "oMLX's settings file",
+    ),
+    Variable(
+        "OMLX_ADMISSION_GPU_STUCK_S",
+        "gpu_stuck_s",
+        _seconds,
+        _SECONDS,
+        "a GPU turn held longer than this while others wait is reported with its stack; "
+        "after ten times this (at least 300 s) a waiter gives up",
+    ),
+    Variable(
+        "OMLX_ADMISSION_EXPOSURE",
+        "exposure",
+        _switch,
+        _SWITCH,
+        "count GPU exposure and faults in a small file under oMLX's base path, and log "
+        "faults and MTP replays",
+    ),
+    Variable(
+        "OMLX_ADMISSION_EXIT_ON_GPU_LOCKOUT",
+        "exit_on_gpu_lockout",
+        _switch,
+        _SWITCH,
+        "end a process whose GPU submissions the driver ignores, so that its supervisor "
+        "starts it again",
     ),
     Variable(
         "OMLX_ADMISSION_STREAM_HOLD_S",

@@ -6,7 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from omlx_admission.hooks import errors, queue, resident
+from omlx_admission.hooks import (
+    errors,
+    gpu_engine,
+    gpu_jobs,
+    gpu_setting,
+    gpu_turn,
+    gpu_watch,
+    queue,
+    resident,
+)
 from omlx_admission.hooks.gate import Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.settings import Settings
@@ -27,6 +36,8 @@ class Part:
     feature: str
     module: str
     apply: Callable[[Any, Ledger, Wanted], None]
+    #: The feature is whole without it: its module is not always imported.
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,37 @@ FEATURES: tuple[Feature, ...] = (
         "clients that leave while they wait",
         errors.NEEDS,
     ),
+    Feature(
+        "gpu_setting",
+        "scheduler.serialize_engine_gpu",
+        "keep_gpu_setting",
+        "serialize_engine_gpu in settings.json survives oMLX's own saves",
+        gpu_setting.NEEDS,
+        gpu_setting.NATIVE,
+    ),
+    Feature(
+        "gpu_turn",
+        "OMLX_SERIALIZE_ENGINE_GPU",
+        "serialize_engine_gpu",
+        "one engine on the GPU at a time, first come first served",
+        (*gpu_engine.NEEDS, gpu_jobs.EXECUTOR),
+        gpu_setting.NATIVE,
+    ),
+    Feature(
+        "exposure",
+        "OMLX_ADMISSION_EXPOSURE",
+        "exposure",
+        "counts hours by engines busy and GPU faults, logs faults and MTP replays",
+        gpu_watch.EXPOSURE_NEEDS,
+    ),
+    Feature(
+        "gpu_lockout",
+        "OMLX_ADMISSION_EXIT_ON_GPU_LOCKOUT",
+        "exit_on_gpu_lockout",
+        "ends a process whose GPU submissions the driver ignores (exit status 70)",
+        gpu_watch.LOCKOUT_NEEDS,
+        gpu_watch.LOCKOUT_NATIVE,
+    ),
 )
 
 #: Innermost wrapper first: the resident path meets a request before the queue,
@@ -81,6 +123,9 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("resident", resident.POOL, lambda m, ledger, _w: resident.apply_outer(m, ledger)),
     Part("errors", errors.SERVER, lambda m, ledger, _w: errors.apply_server(m, ledger)),
+    Part("gpu_setting", gpu_setting.MODULE, lambda m, ledger, _w: gpu_setting.apply(m, ledger)),
+    *gpu_turn.parts(Part),
+    *gpu_watch.parts(Part),
 )
 
 #: Modules to wait for.

@@ -14,7 +14,7 @@ from typing import Any
 import wrapt
 
 from omlx_admission import settings as settings_module
-from omlx_admission.hooks import gate
+from omlx_admission.hooks import gate, gpu_setting
 from omlx_admission.hooks.features import FEATURES, MODULES, PARTS, Feature, Part, Wanted
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.settings import Settings
@@ -63,6 +63,7 @@ def decide(source: Path | None = None, settings: Settings | None = None) -> Repo
     problems: list[str] = []
     if settings is None:
         settings, problems = settings_module.load()
+        settings = gpu_setting.with_file(settings, problems)
     try:
         found = gate.find(source)
     except gate.NoOmlx as error:
@@ -80,7 +81,9 @@ def _verdict(
     if not settings.enabled:
         return Verdict(feature, State.OFF, ["OMLX_ADMISSION=0"])
     if not getattr(settings, feature.field):
-        return Verdict(feature, State.OFF, [f"{feature.variable}=0"])
+        # A dotted name is a key of oMLX's settings file.
+        off = " is not set" if "." in feature.variable else "=0"
+        return Verdict(feature, State.OFF, [feature.variable + off])
     if problem is not None:
         return Verdict(feature, State.REFUSED, [problem])
     if code.has(feature.native):
@@ -102,7 +105,8 @@ class Installer:
         names = frozenset(v.feature.name for v in report.verdicts if v.state is State.READY)
         self._wanted = Wanted(report.settings, names)
         self._missing_parts = {
-            name: [p.module for p in PARTS if p.feature == name] for name in names
+            name: [p.module for p in PARTS if p.feature == name and not p.optional]
+            for name in names
         }
 
     def on_import(self, module: Any) -> None:
@@ -131,7 +135,8 @@ class Installer:
             # the middle, and half a stack is what no test has ever run.
             self.undo(f"applying '{name}' raised {error!r}")
             return
-        self._missing_parts[name].remove(part.module)
+        if not part.optional:
+            self._missing_parts[name].remove(part.module)
         if not self._missing_parts[name]:
             verdict.state = State.APPLIED
 

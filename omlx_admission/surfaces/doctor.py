@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omlx_admission import __version__
-from omlx_admission.hooks import gate
+from omlx_admission.hooks import gate, gpu_sites
 from omlx_admission.hooks.install import Report, State, decide
 from omlx_admission.surfaces.cli import CommandError
 
@@ -98,7 +98,25 @@ def as_json(report: Report, switch: str | None) -> dict[str, Any]:
             }
             for v in report.verdicts
         ],
+        "gpu_sites": [
+            {"name": site.name, "covered": site.covered, "note": site.note}
+            for site in _sites(report)
+        ],
     }
+
+
+def _sites(report: Report) -> list[gpu_sites.Site]:
+    """Where this oMLX submits GPU work."""
+    return gpu_sites.present(gate.Source(report.found) if report.found else None)
+
+
+def _site_lines(report: Report) -> list[str]:
+    state = report.verdict("gpu_turn").state.value
+    lines = ["", f"GPU turn        {state}; the places where oMLX submits GPU work:"]
+    for site in _sites(report):
+        mark = "covered" if site.covered else "not covered"
+        lines.append(f"  {site.name:<24} {mark:<11}  {site.note}")
+    return lines
 
 
 def as_lines(report: Report, switch: str | None) -> list[str]:
@@ -121,4 +139,4 @@ def as_lines(report: Report, switch: str | None) -> list[str]:
         )
         if verdict.state is not State.READY:
             lines += [f"{'':<15} {'':<9} - {reason}" for reason in verdict.reasons]
-    return lines
+    return lines + _site_lines(report)
