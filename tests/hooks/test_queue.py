@@ -7,6 +7,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -272,8 +273,9 @@ class TestOutcomes:
 
     def test_the_budget_ends_a_wait(self, make_house: Make) -> None:
         async def test() -> None:
-            house = make_house(max_wait_s=0.02)
+            house = make_house()
             await house.get("a")
+            house.admission.settings = replace(house.admission.settings, max_wait_s=0.02)
             with pytest.raises(admission_refused(), match="'a' \\(1 running\\)") as refused:
                 await house.get("b")
             refusal = refused.value.refusal
@@ -390,7 +392,7 @@ class TestOutcomes:
         self, make_house: Make, mocker: Any
     ) -> None:
         async def test() -> None:
-            house = make_house(max_wait_s=0.1)
+            house = make_house(max_wait_s=0.5)
             mocker.patch.object(house.module, "get_phys_footprint", lambda: 900)
             with pytest.raises(house.module.InsufficientMemoryError):
                 await house.get("d")
