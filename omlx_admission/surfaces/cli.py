@@ -68,4 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # The module under its own name: as `__main__` it would have a second
+    # CommandError, which the commands do not raise.
+    sys.exit(importlib.import_module("omlx_admission.surfaces.cli").main())
