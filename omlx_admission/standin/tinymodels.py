@@ -5,7 +5,7 @@ tried). Nothing is downloaded and no trained weights are involved.
 
 A text model never ends by itself: one coordinate of the residual stream is a
 constant that no layer touches, and the output head uses it to push every token
-but a few printable characters out of reach. So ``max_tokens=N`` yields exactly
+but the small letters out of reach. So ``max_tokens=N`` yields exactly
 N tokens, each one character long, and a stream's length in seconds is
 ``N / decode speed``.
 
@@ -32,8 +32,9 @@ _TEMPLATE = (
     "['system', 'user', 'assistant'] else 'user' }}|>{{ message['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-#: What a text model may say; everything else is suppressed by the head.
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz "
+#: What a text model may say; everything else is suppressed by the head. No space:
+#: servers strip those at the ends of an answer.
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _STEADY = 4.0
 
 
@@ -151,8 +152,7 @@ def _llama_weights(
 
 def _head(hidden: int, vocab: dict[str, int], head: mx.array) -> mx.array:
     head[:, 0] = -200.0
-    # "Ġ" is how byte-level vocabularies spell a space.
-    for character in _ALPHABET.replace(" ", "Ġ"):
+    for character in _ALPHABET:
         head[vocab[character], 0] = 0.0
     return head
 
