@@ -1,0 +1,82 @@
+"""Server scenarios: on the stand-in always, on each real oMLX named by ``--omlx-src``.
+
+Every scenario runs a patched server in a process of its own and looks at it from
+outside, as a client does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from omlx_admission import standin
+from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo.client import Client
+from omlx_admission.surfaces.demo.server import Server
+
+#: Bytes counted by oMLX: with the guard at 2.7 GB one of A and B fits, D fits
+#: beside either, and X never fits.
+SIZES = {"a": 1_650_000_000, "b": 1_650_000_000, "d": 300_000_000, "x": 5_000_000_000}
+
+
+@dataclass(frozen=True)
+class Omlx:
+    """One oMLX to run: its folder, and a Python that can run it (None: this one)."""
+
+    name: str
+    source: Path
+    python: str | None = None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "omlx" not in metafunc.fixturenames:
+        return
+    config = metafunc.config
+    found = [Omlx("stand-in", standin.PATH)]
+    found += [
+        Omlx(Path(source).name, Path(source), config.getoption("--omlx-python"))
+        for source in config.getoption("--omlx-src")
+    ]
+    metafunc.parametrize("omlx", found, ids=lambda o: o.name, scope="session")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four tiny models; A's tokens are slow enough for a stream of some seconds."""
+    root = tmp_path_factory.mktemp("models")
+    for seed, (name, size) in enumerate(SIZES.items()):
+        heavy = {"hidden": 512, "layers": 8} if name == "a" else {}
+        tinymodels.make_text_model(root, name=name, counted_bytes=size, seed=seed, **heavy)
+    return root
+
+
+@pytest.fixture
+def serve(omlx: Omlx, models: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Start a patched server: ``serve(load_s=2.0, OMLX_ADMISSION_MAX_WAIT_S="2")``."""
+    running: list[Server] = []
+
+    def start(*, load_s: float = 1.0, failing: tuple[str, ...] = (), **env: str) -> Server:
+        server = Server(
+            models,
+            tmp_path / f"base{len(running)}",
+            patched=env.pop("OMLX_ADMISSION", "1") == "1",
+            source=omlx.source,
+            plan={"load_s": load_s, "failing": failing},
+            environment=env,
+            **({"python": omlx.python} if omlx.python else {}),
+        )
+        server.__enter__()
+        running.append(server)
+        return server
+
+    yield start
+    for server in running:
+        server.__exit__()
+
+
+@pytest.fixture
+def client_of() -> Callable[[Server], Client]:
+    return lambda server: Client(server.url, timeout=60)

@@ -1,0 +1,223 @@
+"""The main job, seen by clients: every request is served or truthfully refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from omlx_admission.surfaces.demo.client import Answer, Client
+from omlx_admission.surfaces.demo.server import Server
+
+Serve = Callable[..., Server]
+
+#: Enough tokens of A for a stream that outlasts the requests beside it.
+LONG = 150
+
+
+def swaps(server: Server) -> list[str]:
+    """Models whose load ended, in order, as the log tells it."""
+    return re.findall(r"admission: '(\w+)' resident", server.log)
+
+
+def test_b01_a_cold_model_evicts_the_resident_and_both_are_served(serve: Serve) -> None:
+    server = serve(load_s=1.5)
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        warm = await client.chat("a")
+        for_b, for_a = await asyncio.gather(
+            client.chat("b", label="b"), client.chat("a", label="a", delay=0.5)
+        )
+        return [warm, for_b, for_a]
+
+    answers = asyncio.run(scenario())
+    assert [a.status for a in answers] == [200, 200, 200]
+    assert all(a.whole for a in answers)
+    assert answers[1].ended < answers[2].ended
+    assert swaps(server) == ["a", "b", "a"]
+
+
+def test_b02_the_busy_model_finishes_before_it_leaves(serve: Serve) -> None:
+    server = serve(load_s=1.0)
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        await client.chat("a")
+        return await asyncio.gather(
+            client.chat("a", tokens=LONG, stream=True, label="long a"),
+            client.chat("b", label="b", delay=0.3),
+            client.chat("a", label="late a", delay=0.6),
+        )
+
+    long_a, for_b, late_a = asyncio.run(scenario())
+    for answer in (long_a, for_b, late_a):
+        assert answer.ok, answer
+    assert "[DONE]" in long_a.body
+    assert for_b.ended > long_a.ended
+    assert swaps(server)[:2] == ["a", "b"]
+
+
+def test_b04_a_gate_that_closes_at_once_cuts_nobody(serve: Serve) -> None:
+    """W = 0: the drain begins while A streams; A's stream is whole all the same."""
+    server = serve(load_s=0.5, OMLX_ADMISSION_MAX_AGE_S="0")
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        await client.chat("a")
+        return await asyncio.gather(
+            client.chat("a", tokens=LONG, stream=True),
+            client.chat("b", delay=0.3),
+            client.chat("a", delay=0.6),
+            client.chat("b", stream=True, delay=0.6),
+        )
+
+    answers = asyncio.run(scenario())
+    assert all(a.ok for a in answers), answers
+    # B's waiters were served by one load, then A's newcomer, queued behind the gate.
+    assert swaps(server) == ["a", "b", "a"]
+    assert "'a' drains for 'b'" in server.log
+
+
+def test_k2_a_model_that_never_fits_costs_nobody_anything(serve: Serve) -> None:
+    server = serve(load_s=0.2)
+    client = Client(server.url)
+
+    async def scenario() -> tuple[Answer, Any]:
+        await client.chat("a")
+        answer = await client.chat("x")
+        return answer, (await client.get("/api/status"))[1]
+
+    answer, status = asyncio.run(scenario())
+    assert answer.status == 507
+    assert answer.headers["x-should-retry"] == "false"
+    assert "retry-after" not in answer.headers
+    assert json.loads(answer.body)["error"]["code"] == "model_too_large"
+    assert status["loaded_models"] == ["a"]
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
+}
+
+
+def test_b30_the_budget_ends_in_503_before_any_byte_on_every_route(serve: Serve) -> None:
+    server = serve(load_s=0.2, OMLX_ADMISSION_MAX_WAIT_S="2")
+    client = Client(server.url)
+
+    async def scenario() -> tuple[Answer, list[Answer]]:
+        await client.chat("a")
+        stream = asyncio.create_task(client.chat("a", tokens=4 * LONG, stream=True))
+        await asyncio.sleep(0.3)
+        calls = [
+            client.post(
+                path,
+                {"model": "b", "max_tokens": 8, "stream": stream_it, **body},
+                label=f"{path} {'stream' if stream_it else 'json'}",
+            )
+            for path, body in ROUTES.items()
+            for stream_it in (False, True)
+        ]
+        answers = await asyncio.gather(*calls)
+        return await stream, list(answers)
+
+    stream, answers = asyncio.run(scenario())
+    assert stream.ok, stream
+    for answer in answers:
+        assert answer.status == 503, answer
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert answer.headers["content-type"] == "application/json"
+        body = json.loads(answer.body)
+        if answer.label.startswith("/v1/messages"):
+            assert body["type"] == "error"
+            assert body["error"]["type"] == "overloaded_error"
+        else:
+            assert body["error"]["type"] == "server_error"
+        assert body["error"]["code"] == "model_swap_timeout"
+        assert "'a'" in body["error"]["message"]
+        # B27: an agent that reads these words deletes its history.
+        assert not re.search("prompt|context|token", body["error"]["message"], re.I)
+
+
+@pytest.mark.parametrize("when", ["queued", "draining", "loading"])
+def test_b16_b32_a_client_that_leaves_leaves_nothing(serve: Serve, when: str) -> None:
+    age = "0" if when == "draining" else "100"
+    server = serve(load_s=1.5, OMLX_ADMISSION_MAX_AGE_S=age)
+    client = Client(server.url)
+
+    async def scenario() -> tuple[list[Answer], Any]:
+        await client.chat("a")
+        calls = [client.chat("b", delay=0.3, hang_up_after=1.1)]
+        if when != "loading":
+            calls.insert(0, client.chat("a", tokens=LONG, stream=True))
+        answers = await asyncio.gather(*calls)
+        answers += [await client.chat("a")]
+        return list(answers), (await client.get("/api/status"))[1]
+
+    answers, status = asyncio.run(scenario())
+    assert answers[-1].ok, answers[-1]
+    if when == "loading":
+        # The load could not be stopped; it ended, was accounted for, and left again.
+        assert swaps(server) == ["a", "b", "a"]
+        assert "0 served" in server.log
+    else:
+        assert answers[0].ok, answers[0]
+        assert swaps(server) == ["a"]
+        assert "swapping to 'b'" not in server.log
+    assert status["loaded_models"] == ["a"]
+    if when == "draining":
+        assert "the drain of 'a' is withdrawn" in server.log
+
+
+def test_b23_b33_one_load_for_all_though_the_first_one_leaves(serve: Serve) -> None:
+    server = serve(load_s=1.5)
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        gone = client.chat("d", hang_up_after=0.5)
+        rest = [client.chat("d", delay=0.1, stream=n % 2 == 0) for n in range(6)]
+        return (await asyncio.gather(gone, *rest))[1:]
+
+    assert all(a.ok for a in asyncio.run(scenario()))
+    assert swaps(server) == ["d"]
+
+
+def test_b51_a_broken_model_fails_fast_and_disturbs_nobody(serve: Serve) -> None:
+    server = serve(load_s=0.5, failing=("d",))
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        await client.chat("a")
+        together = await asyncio.gather(*(client.chat("d") for _ in range(3)))
+        later = await client.chat("d")
+        return [*together, later, await client.chat("a")]
+
+    answers = asyncio.run(scenario())
+    assert [a.status for a in answers[:-1]] == [409] * 4
+    assert answers[-1].ok
+    assert server.log.count("the plan says that loading d fails") >= 1
+    assert swaps(server) == ["a"]
+
+
+def test_switched_off_it_is_stock(serve: Serve) -> None:
+    """`OMLX_ADMISSION=0`: the refusals that the queue exists to end are back."""
+    server = serve(load_s=0.5, OMLX_ADMISSION="0")
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        await client.chat("a")
+        return await asyncio.gather(
+            client.chat("a", tokens=LONG, stream=True), client.chat("b", delay=0.3)
+        )
+
+    stream, for_b = asyncio.run(scenario())
+    assert stream.ok
+    assert for_b.status == 507
+    assert "admission:" not in server.log
