@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One run of each test for each oMLX."""
     if "target" in metafunc.fixturenames:
         targets = metafunc.config.stash.setdefault(_KEY, _targets(metafunc.config))
-        metafunc.parametrize("target", targets, ids=lambda target: target.name, scope="session")
+        metafunc.parametrize("target", targets, ids=lambda target: target.name)
 
 
 _KEY: pytest.StashKey[list[Target]] = pytest.StashKey()

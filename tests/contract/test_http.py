@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +43,36 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def http(
-    target: Any, models: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[httpx.Client]:
-    """A client of a running server."""
-    base = tmp_path_factory.mktemp("base")
-    with (
-        serve(
-            models,
-            base=base,
-            source=target.source,
-            python=target.python,
-            guard_gb=GUARD_GB,
-            environment={"OMLX_ADMISSION": "0"},
-        ) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+def clients(
+    models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Any], httpx.Client]]:
+    """Clients of running servers, one for each oMLX, started when first asked for."""
+    running: dict[str, httpx.Client] = {}
+    with ExitStack() as stack:
+
+        def client(target: Any) -> httpx.Client:
+            if target.name not in running:
+                server = stack.enter_context(
+                    serve(
+                        models,
+                        base=tmp_path_factory.mktemp("base"),
+                        source=target.source,
+                        python=target.python,
+                        guard_gb=GUARD_GB,
+                        environment={"OMLX_ADMISSION": "0"},
+                    )
+                )
+                new = httpx.Client(base_url=server.url, timeout=60)
+                running[target.name] = stack.enter_context(new)
+            return running[target.name]
+
         yield client
+
+
+@pytest.fixture
+def http(target: Any, clients: Callable[[Any], httpx.Client]) -> httpx.Client:
+    """A client of this oMLX's server."""
+    return clients(target)
 
 
 @contextmanager

@@ -37,10 +37,13 @@ def _fits(shape: str, found: dict[str, Any] | None) -> bool:
     return not rest or found["value"] == rest[0]
 
 
-@pytest.mark.parametrize(("name", "shape", "releases"), _shapes(), ids=lambda part: str(part))
-def test_shape(target: Any, home: Path, name: str, shape: str, releases: SpecifierSet) -> None:
-    # A pre-release of a version counts as that version.
-    if not releases.contains(target.version.base_version):
-        pytest.skip(f"holds for {releases}")
+SHAPES = _shapes()
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in SHAPES}))
+def test_shape(target: Any, home: Path, name: str) -> None:
     found = target.probe("names.py", home).get(name)
-    assert _fits(shape, found), f"{name} should be {shape!r}, is {found}"
+    for other, shape, releases in SHAPES:
+        # A pre-release of a version counts as that version.
+        if other == name and releases.contains(target.version.base_version):
+            assert _fits(shape, found), f"{name} should be {shape!r}, is {found}"
