@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from omlx_admission.surfaces.cli import CommandError
+from omlx_admission.surfaces.demo.probe import missing_text
 
 #: Scenarios, in the order in which they are played; a test holds it against
 #: ``scenarios.SCENARIOS``, which needs packages that the command line does not.
@@ -78,30 +79,33 @@ def run(arguments: argparse.Namespace) -> int:
     """Play, show and check. Exit status 0: the patched server did all that is wanted;
     1: it missed something, or the plugin was not active in it."""
     if missing := [name for name in _NEEDS if find_spec(name) is None]:
-        raise CommandError(f"{', '.join(missing)} missing: pip install 'omlx-admission[demo]'")
+        raise CommandError(missing_text(missing))
     if arguments.port:
         _check_port(arguments.port)
     if arguments.json is not None:
         _check_file(arguments.json)
-    out = _folder(arguments.out)
+    if arguments.out is not None:
+        _check_folder(arguments.out)
     from omlx_admission.surfaces.demo.show import show
 
     with tempfile.TemporaryDirectory(prefix="omlx-admission-") as work:
-        return show(arguments, Path(work), out)
+        return show(arguments, Path(work))
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value) or not 0.5 <= value <= 30:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.5 and 30 seconds")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.5 <= value <= 30:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0.5 to 30")
     return value
 
 
 def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not a port, 0 to 65535")
-    return value
+    if not (text.isascii() and text.isdecimal() and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return int(text)
 
 
 def _check_port(port: int) -> None:
@@ -115,16 +119,13 @@ def _check_port(port: int) -> None:
             raise CommandError(f"--port {port}: {reason}; name another one") from None
 
 
-def _folder(wanted: Path | None) -> Path:
-    if wanted is None:
-        return Path(tempfile.mkdtemp(prefix="omlx-admission-demo-"))
+def _check_folder(wanted: Path) -> None:
     try:
         wanted.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=wanted):
             pass
     except OSError as error:
         raise CommandError(f"--out {wanted}: {error.strerror or error}") from None
-    return wanted
 
 
 def _check_file(path: Path) -> None:

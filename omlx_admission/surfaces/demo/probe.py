@@ -7,6 +7,8 @@ but the standard library.
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,6 +34,13 @@ def look() -> dict[str, Any]:
             if v.state in (State.REFUSED, State.FAILED)
         ]
     return answer
+
+
+def missing_text(modules: Sequence[str], python: str = sys.executable) -> str:
+    """One line for modules that are not there, with the way to get them."""
+    own = python == sys.executable
+    where, pip = ("", "pip") if own else (f" in {python}", f"{python} -m pip")
+    return f"{', '.join(modules)} missing{where}: {pip} install 'omlx-admission[demo]'"
 
 
 if __name__ == "__main__":

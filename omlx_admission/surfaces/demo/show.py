@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,9 +25,10 @@ from omlx_admission.surfaces.demo.timeline import draw
 from omlx_admission.surfaces.demo.watch import spans
 
 
-def show(arguments: argparse.Namespace, work: Path, out: Path) -> int:
+def show(arguments: argparse.Namespace, work: Path) -> int:
     """Play on both servers, print the table, write the picture; the exit status."""
     chosen = target.find(arguments.omlx_src, arguments.omlx_python, work)
+    out: Path = arguments.out or Path(tempfile.mkdtemp(prefix="omlx-admission-demo-"))
     scenarios = [s for s in SCENARIOS if not arguments.only or s.name in arguments.only]
     note(f"omlx-admission {__version__} on {chosen.label}")
     for reason in chosen.refused:

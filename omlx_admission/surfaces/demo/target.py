@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omlx_admission import standin
 from omlx_admission.surfaces.cli import CommandError
+from omlx_admission.surfaces.demo.probe import missing_text
 from omlx_admission.surfaces.demo.server import last_line, variables_for
 from omlx_admission.surfaces.doctor import check_source
 
@@ -56,6 +56,8 @@ def find(source: Path | None, python: Path | None, base: Path) -> Target:
         source = source if (source / "omlx").is_dir() else source.resolve().parent
     interpreter = _interpreter(python)
     answer = _probe(interpreter, source, base)
+    if answer["missing"]:
+        raise CommandError(missing_text(answer["missing"], interpreter))
     if answer["root"] is None and python is not None:
         raise CommandError(
             f"--omlx-python {python}: {answer['problem']}; name its folder with --omlx-src"
@@ -63,8 +65,6 @@ def find(source: Path | None, python: Path | None, base: Path) -> Target:
     if answer["root"] is None:
         source = standin.PATH
         answer = _probe(interpreter, source, base)
-    if answer["missing"]:
-        raise CommandError(missing_text(answer["missing"], interpreter))
     root = Path(answer["root"])
     return Target(
         python=interpreter,
@@ -74,13 +74,6 @@ def find(source: Path | None, python: Path | None, base: Path) -> Target:
         standin=root.resolve() == (standin.PATH / "omlx").resolve(),
         refused=tuple(answer["refused"]),
     )
-
-
-def missing_text(modules: Sequence[str], python: str = sys.executable) -> str:
-    """One line for modules that are not there, with the way to get them."""
-    names = ", ".join(modules)
-    where = "" if python == sys.executable else f" in {python}"
-    return f"{names} missing{where}: pip install 'omlx-admission[demo]'"
 
 
 def _interpreter(python: Path | None) -> str:

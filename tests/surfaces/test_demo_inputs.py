@@ -1,0 +1,215 @@
+"""Wrong calls of the demo: one clear line, exit status 2, no traceback."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from omlx_admission import standin
+from omlx_admission.surfaces import cli, demo
+from omlx_admission.surfaces.cli import CommandError
+from omlx_admission.surfaces.demo import probe, target
+from omlx_admission.surfaces.demo.server import Server, ServerError
+
+
+def _one_line(capsys: pytest.CaptureFixture[str], *call: str) -> str:
+    """What ``demo`` with these arguments says when it refuses them."""
+    assert cli.main(["demo", *call]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith("omlx-admission demo: ")
+    return line
+
+
+def test_a_source_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert "no such directory" in _one_line(capsys, "--omlx-src", str(tmp_path / "none"))
+    assert "no such directory" in _one_line(capsys, "--omlx-src", str(file))
+    assert "holds no oMLX" in _one_line(capsys, "--omlx-src", str(tmp_path))
+
+
+def test_a_source_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "not readable" in _one_line(capsys, "--omlx-src", str(tmp_path))
+
+
+def test_a_python_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    missing = _one_line(capsys, "--omlx-python", str(tmp_path / "python"))
+    assert missing.endswith(f"--omlx-python {tmp_path / 'python'}: no such file")
+    assert "cannot be run: Permission denied" in _one_line(capsys, "--omlx-python", str(file))
+    assert "could not be asked" in _one_line(capsys, "--omlx-python", "/bin/echo")
+
+
+def test_a_python_without_omlx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "python"
+    answer = {"root": None, "problem": "no module named 'omlx'", "missing": [], "refused": []}
+    script.write_text(f"#!/bin/sh\necho '{json.dumps(answer).replace(chr(39), '.')}'\n")
+    script.chmod(0o755)
+    line = _one_line(capsys, "--omlx-python", str(script))
+    assert line.endswith("name its folder with --omlx-src")
+
+
+def test_missing_packages_name_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "mlx" else object())
+    line = _one_line(capsys)
+    assert line.endswith("mlx missing: pip install 'omlx-admission[demo]'")
+
+
+def test_packages_missing_in_the_other_python(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    script.chmod(0o755)
+    line = _one_line(capsys, "--omlx-src", str(standin.PATH), "--omlx-python", str(script))
+    assert "mlx, mlx_lm" in line
+    assert line.endswith(f"{script} -m pip install 'omlx-admission[demo]'")
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = _one_line(capsys, "--port", str(port))
+    assert f"--port {port}: Address already in use" in line
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert "Not a directory" in _one_line(capsys, "--out", str(file / "x"))
+    assert "--out" in _one_line(capsys, "--out", str(file))
+
+
+def test_a_json_file_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no such directory" in _one_line(capsys, "--json", str(tmp_path / "x" / "y.json"))
+    assert "is a directory" in _one_line(capsys, "--json", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "not writable" in _one_line(capsys, "--json", str(tmp_path / "y.json"))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (["--port", "x"], "'x' is not a port, 0 to 65535"),
+        (["--port", "65536"], "'65536' is not a port"),
+        (["--port", "-1"], "'-1' is not a port"),
+        (["--load-seconds", "x"], "'x' is not a number of seconds, 0.5 to 30"),
+        (["--load-seconds", "nan"], "'nan' is not a number of seconds"),
+        (["--load-seconds", "0"], "'0' is not a number of seconds"),
+        (["--only", "x"], "invalid choice: 'x'"),
+    ],
+)
+def test_values_out_of_range(
+    call: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demo", *call])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_module_run_as_a_script_shows_no_traceback() -> None:
+    command = [sys.executable, "-m", "omlx_admission.surfaces.cli", "demo"]
+    done = subprocess.run(
+        [*command, "--omlx-src", "/nonexistent"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "omlx-admission demo: --omlx-src /nonexistent: no such directory\n"
+
+
+def test_the_stand_in_is_taken_where_there_is_no_omlx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlx_lm")
+    monkeypatch.setattr(target, "_probe", _without_own_omlx(target._probe))
+    chosen = target.find(None, None, tmp_path)
+    assert chosen.standin
+    assert chosen.refused == ()
+    assert chosen.label.startswith("the stand-in, shaped like oMLX 0.6.3rc2")
+
+
+def _without_own_omlx(ask):  # type: ignore[no-untyped-def]
+    def probed(python: str, source: Path | None, base: Path) -> dict[str, object]:
+        if source is None:
+            return {"root": None, "problem": "none", "missing": [], "refused": []}
+        return dict(ask(python, source, base))
+
+    return probed
+
+
+def test_the_package_folder_may_be_named_as_well(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    chosen = target.find(standin.PATH / "omlx", None, tmp_path)
+    assert chosen.source == standin.PATH
+    assert chosen.standin
+
+
+def test_an_omlx_of_another_release_is_told_as_refused(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    package = tmp_path / "src" / "omlx"
+    package.mkdir(parents=True)
+    for name, text in (
+        ("__init__.py", ""),
+        ("_version.py", '__version__ = "9.1"\n'),
+        ("engine_pool.py", ""),
+    ):
+        (package / name).write_text(text)
+    chosen = target.find(tmp_path / "src", None, tmp_path)
+    assert chosen.label == f"oMLX 9.1 in {package}"
+    assert len(chosen.refused) >= 3
+    assert "oMLX 9.1 is outside the supported range" in chosen.refused[0]
+
+
+def test_an_interpreter_without_wrapt_is_not_asked_for_a_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe, "find_spec", lambda _name: None)
+    answer = probe.look()
+    assert answer["missing"] == list(probe.SERVER_NEEDS)
+    assert answer["root"] is None
+
+
+def test_a_server_that_ends_at_once_says_its_last_line(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "omlx"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('this one is broken')\n")
+    server = Server(tmp_path, tmp_path / "base", patched=False, source=tmp_path / "src")
+    with pytest.raises(ServerError, match=r"ended at once .*this one is broken"), server:
+        pass
+
+
+def test_a_server_whose_python_is_gone(tmp_path: Path) -> None:
+    server = Server(tmp_path, tmp_path / "base", patched=False, python=str(tmp_path / "no"))
+    with pytest.raises(ServerError, match=r"cannot run .*No such file"), server:
+        pass
+
+
+def test_a_bad_call_leaves_no_folder_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    _one_line(capsys, "--omlx-src", "/nonexistent")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_error_is_what_a_wrong_choice_raises(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="no such directory"):
+        target.find(tmp_path / "none", None, tmp_path)
