@@ -131,8 +131,8 @@ class ProcessMemoryEnforcer:
         return max(mx.get_active_memory(), get_phys_footprint())
 
     def get_pressure_level(self) -> str:
-        """``ok``, ``soft`` or ``hard``."""
-        return self._pressure_level
+        """``ok``, ``soft`` or ``hard``; ``ok`` while not running."""
+        return self._pressure_level if self._running else "ok"
 
     # -- the task -----------------------------------------------------------
 

@@ -1,0 +1,208 @@
+"""A stand-in server with all that an operator can set: keys, profiles, pins, admin routes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from omlx_admission.standin.serving import Server, serve
+from omlx_admission.standin.tinymodels import make_embedder, make_text_model
+
+KEY = "sesame"
+COUNTED = 1_800_000_000
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Room for one of ``a`` and ``b``; ``a`` has two profiles, ``e`` is pinned."""
+    models = tmp_path_factory.mktemp("models")
+    base = tmp_path_factory.mktemp("base")
+    make_text_model(models, name="a", counted_bytes=COUNTED)
+    make_text_model(models, name="b", counted_bytes=COUNTED, seed=1)
+    make_embedder(models, name="e")
+    _kind(make_embedder(models, name="r"), "architectures", ["BertForSequenceClassification"])
+    _kind(make_embedder(models, name="w"), "model_type", "kokoro")
+    profiles = {
+        name: {
+            "name": name,
+            "api_name": name,
+            "expose_as_model": True,
+            "settings": {"index_cache_freq": value},
+        }
+        for name, value in (("fast", 2), ("slow", 3))
+    }
+    (base / "model_profiles.json").write_text(json.dumps({"profiles": {"a": profiles}}))
+    settings = {"e": {"is_pinned": True}, "a": {"model_alias": "alias"}}
+    (base / "model_settings.json").write_text(json.dumps({"models": settings}))
+    old = {"scheduler": {"max_concurrent_requests": 3, "serialize_engine_gpu": True}}
+    (base / "settings.json").write_text(json.dumps(old))
+    with serve(
+        models,
+        base=base,
+        guard_gb=2.7,
+        options=["--api-key", KEY],
+        environment={"OMLX_ADMISSION": "0"},
+    ) as running:
+        yield running
+
+
+def _kind(folder: Path, key: str, value: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    """A client with the key, logged in to the admin routes."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
+        assert client.post("/admin/api/login", json={"api_key": KEY}).status_code == 200
+        yield client
+
+
+def chat(http: httpx.Client, model: str, **more: Any) -> httpx.Response:
+    """One short request."""
+    body = {"model": model, "messages": MESSAGES, "max_tokens": 5, **more}
+    return http.post("/v1/chat/completions", json=body)
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """What a condition comes to give; fails after half a minute of nothing."""
+    deadline = time.monotonic() + 30
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return value
+
+
+def status(http: httpx.Client) -> dict[str, Any]:
+    """The status route."""
+    answer: dict[str, Any] = http.get("/api/status").json()
+    return answer
+
+
+class Reader(threading.Thread):
+    """Reads one long chat stream to its end."""
+
+    def __init__(self, http: httpx.Client, model: str, tokens: int = 200_000):
+        super().__init__(daemon=True)
+        self._http, self._model, self._tokens = http, model, tokens
+        self.begun = threading.Event()
+        self.text = ""
+        self.start()
+        assert self.begun.wait(30)
+
+    def run(self) -> None:
+        body = {"model": self._model, "messages": MESSAGES, "max_tokens": self._tokens}
+        url = "/v1/chat/completions"
+        with self._http.stream("POST", url, json={**body, "stream": True}) as response:
+            for line in response.iter_lines():
+                self.text += line
+                if '"delta":{"content"' in line:
+                    self.begun.set()
+
+
+def test_saving_loses_keys_nobody_knows(server: Server) -> None:
+    """Contract section 8: the file is rewritten from the known fields."""
+    settings = json.loads((server.log.parent / "settings.json").read_text())
+    assert settings["scheduler"]["max_concurrent_requests"] == 3
+    assert "serialize_engine_gpu" not in settings["scheduler"]
+
+
+def test_keys(server: Server) -> None:
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    assert httpx.get(f"{server.url}/v1/models", headers={"x-api-key": KEY}).status_code == 200
+    assert httpx.get(f"{server.url}/health").status_code in (200, 503)
+
+
+def test_pinned_model_is_loaded_by_itself(http: httpx.Client) -> None:
+    until(lambda: http.get("/health").json()["status"] == "healthy")
+    assert "e" in status(http)["loaded_models"]
+
+
+def test_names_of_a_model(http: httpx.Client) -> None:
+    names = [model["id"] for model in http.get("/v1/models").json()["data"]]
+    assert names == ["alias", "b", "e", "r", "w", "alias:fast", "alias:slow"]
+    for name in ("a", "A", "alias", "any/a", "a:fast", "alias:slow"):
+        assert chat(http, name).status_code == 200
+
+
+def test_profiles_are_variants_of_one_model(http: httpx.Client) -> None:
+    """Contract section 1.6: reloaded when idle, 409 when busy."""
+    assert chat(http, "a:fast").status_code == 200
+    reader = Reader(http, "a:fast")
+    assert chat(http, "a:fast").status_code == 200
+    assert chat(http, "a:slow").status_code == 409
+    assert chat(http, "b").status_code == 507
+    assert http.post("/admin/api/models/a/unload").status_code == 202
+    reader.join(30)
+    assert '"error"' in reader.text
+    until(lambda: "a" not in status(http)["loaded_models"])
+    assert chat(http, "a:slow").status_code == 200
+
+
+def test_client_that_leaves_frees_its_model(http: httpx.Client) -> None:
+    assert chat(http, "a").status_code == 200
+    body = {"model": "a", "messages": MESSAGES, "max_tokens": 200_000, "stream": True}
+    with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert next(response.iter_lines())
+    until(lambda: status(http)["active_requests"] == 0)
+    until(lambda: chat(http, "b").status_code == 200)
+
+
+def test_requests_of_one_model_run_together(http: httpx.Client) -> None:
+    readers = [Reader(http, "b", 500) for _ in range(3)]
+    for reader in readers:
+        reader.join(60)
+        assert reader.text.endswith("data: [DONE]")
+
+
+def test_admin_load_maps_everything_to_500(http: httpx.Client) -> None:
+    chat(http, "a")
+    reader = Reader(http, "a", 1200)
+    answer = http.post("/admin/api/models/b/load")
+    assert answer.status_code == 500
+    assert set(answer.json()) == {"detail"}
+    reader.join(60)
+
+
+def test_reload_unloads_everything(http: httpx.Client) -> None:
+    chat(http, "a")
+    assert http.post("/admin/api/reload").status_code == 200
+    assert "a" not in status(http)["loaded_models"]
+    assert chat(http, "a").status_code == 200
+
+
+def test_rerank(http: httpx.Client) -> None:
+    body = {"model": "r", "query": "cats", "documents": ["dogs", "cats", "x"], "top_n": 2}
+    results = http.post("/v1/rerank", json=body).json()["results"]
+    assert len(results) == 2
+    assert results[0]["index"] == 1
+    assert results[0]["relevance_score"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_speech(http: httpx.Client) -> None:
+    answer = http.post("/v1/audio/speech", json={"model": "w", "input": "hello"})
+    assert answer.status_code == 200
+    answer = http.post("/v1/audio/transcriptions?model=w", content=b"sound")
+    assert answer.status_code == 200
+
+
+def test_options_of_a_generation(http: httpx.Client) -> None:
+    def text(**options: Any) -> str:
+        answer = chat(http, "a", max_tokens=30, **options).json()
+        return str(answer["choices"][0]["message"]["content"])
+
+    assert text(temperature=0) == text(temperature=0)
+    assert text(seed=1) == text(seed=1) != text(seed=2)
+    whole = text(temperature=0)
+    assert whole.startswith(text(temperature=0, stop=whole[10:13]))
+    assert len(text(temperature=0, stop=whole[10:13])) <= 10
