@@ -31,6 +31,7 @@ from omlx_admission.policy.model import (
     Waiter,
 )
 from omlx_admission.policy.planner import never_fits
+from omlx_admission.runtime import observe
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.explain import explain, too_large_text
 from omlx_admission.runtime.port import Ask, PoolPort
@@ -83,9 +84,11 @@ class Admission:
         port: PoolPort,
         settings: Settings,
         clock: Callable[[], float] | None = None,
+        observer: observe.Observer | None = None,
     ) -> None:
         self.port = port
         self.settings = settings
+        self.observer = observer or observe.observer
         self.gated: frozenset[str] = frozenset()
         self.broken = False
         self.policy = AdmissionPolicy(
@@ -164,6 +167,7 @@ class Admission:
     ) -> None:
         target = ask.target
         if self._closing:
+            self._observe_refusal(ask, self._shutting_down(), 0.0, request)
             raise self._refused(self._shutting_down(), request)
         if budget > 0 and self.policy.waiting < self.settings.max_queue:
             return  # the step that follows refuses what never fits
@@ -173,7 +177,9 @@ class Admission:
         if target not in view.ready and never_fits(target, ask.size, view):
             raise self._too_large(ask, view, request)
         code = "model_busy" if budget == 0 else "admission_queue_full"
-        raise self._refused(self._refusal(ask, code, view, waited=0.0), request)
+        refusal = self._refusal(ask, code, view, waited=0.0)
+        self._observe_refusal(ask, refusal, 0.0, request)
+        raise self._refused(refusal, request)
 
     async def _wait(
         self,
@@ -189,6 +195,7 @@ class Admission:
         waiter = self.policy.enqueue(
             ask.target, ask.size, now, deadline, pending, since=enqueued
         )
+        self.observer.enqueued(waiter, self.policy.waiting)
         timer: asyncio.TimerHandle | None = None
         watch: requests.Watch | None = None
         try:
@@ -211,16 +218,17 @@ class Admission:
                 timer.cancel()
             if watch is not None:
                 watch.stop()
+            self.observer.left(waiter, self._now(), self.policy.waiting)
 
     def _expire(self, waiter: Waiter) -> None:
         now = self._now()
         pending = _pending(waiter)
         view = self.port.view(self.policy.targets, self.settings.max_models)
-        refusal = self._refusal(
-            pending.ask, "model_swap_timeout", view, now - waiter.enqueued, waiter
-        )
+        waited = now - waiter.enqueued
+        refusal = self._refusal(pending.ask, "model_swap_timeout", view, waited, waiter)
         if not self.policy.leave(waiter, Outcome.EXPIRED):
             return
+        self._observe_refusal(pending.ask, refusal, waited, pending.request)
         shortage = self._shortages.get(waiter.target)
         if shortage is not None and not any(m.busy or m.loading for m in view.models.values()):
             # None of our models is in the way: the pool's own words name what is.
@@ -285,10 +293,12 @@ class Admission:
                 self._grant(target, waiters)
             case Drain(models, target):
                 logger.info("admission: %s drains for '%s'", _names(models), target.model)
+                self.observer.drain_began(models, target.model)
                 for model in models:
                     self.port.mark(model, target)
             case Undrain(models):
                 logger.info("admission: the drain of %s is withdrawn", _names(models))
+                self.observer.drain_withdrawn(models)
                 for model in models:
                     self.port.unmark(model)
             case Load(target, victims):
@@ -329,6 +339,7 @@ class Admission:
         head = self.policy.head(target)
         assert head is not None
         ask = _pending(head).ask
+        self._observe_swap(ask, victims)
         # A fresh context: the load belongs to no single request, and whatever
         # it meets must not be recorded as the refusal of the one that came first.
         task = asyncio.get_running_loop().create_task(
@@ -338,6 +349,17 @@ class Admission:
         )
         self._loads[target] = task
         task.add_done_callback(lambda done: self._forget_load(target, done))
+
+    def _observe_swap(self, ask: Ask, victims: Sequence[str]) -> None:
+        for swap in (self.policy.swap, self.policy.side):
+            if swap is not None and swap.target == ask.target:
+                self.observer.swap_began(
+                    ask.target.model,
+                    victims,
+                    swap.reason,
+                    swap.load_started - swap.started,
+                    self.policy.estimates.swap(ask.target.model, ask.size),
+                )
 
     def _forget_load(self, target: Target, task: asyncio.Task[None]) -> None:
         if self._loads.get(target) is task:
@@ -354,6 +376,7 @@ class Admission:
         try:
             await self.port.load(ask, victims, self.settings.max_models)
         except asyncio.CancelledError:
+            self.observer.swap_ended(target.model, "cancelled")
             self.policy.load_refused(target, self._now())
             if not self._closing:
                 self.step()
@@ -361,9 +384,11 @@ class Admission:
         except Exception as error:  # noqa: BLE001 - it is the waiters' answer
             if self.port.passes(error):
                 logger.debug("admission: no room yet for '%s': %s", target.model, error)
+                self.observer.swap_ended(target.model, "no room")
                 self.policy.load_refused(target, self._now())
                 self._shortages[target] = self.port.copy_error(error)
             else:
+                self.observer.swap_ended(target.model, "failed")
                 waiters = self.policy.load_failed(target)
                 logger.warning("admission: '%s' failed to load: %s", target.model, error)
                 self._fail_all(waiters, error)
@@ -373,6 +398,7 @@ class Admission:
             now = self._now()
             self._shortages.pop(target, None)
             waiters = self.policy.load_succeeded(target, now)
+            self.observer.swap_ended(target.model, "loaded", len(waiters))
             logger.info(
                 "admission: '%s' resident after %.2f s, %d served",
                 target.model,
@@ -399,7 +425,10 @@ class Admission:
 
     def _refuse_all(self, waiters: Iterable[Waiter], refusal: Refusal) -> None:
         for waiter in waiters:
-            self._end(waiter, self._refused(refusal, _pending(waiter).request))
+            pending = _pending(waiter)
+            waited = self._now() - waiter.enqueued
+            self._observe_refusal(pending.ask, refusal, waited, pending.request)
+            self._end(waiter, self._refused(refusal, pending.request))
 
     def _refused(self, refusal: Refusal, request: requests.Request | None) -> Exception:
         if request is not None:
@@ -418,8 +447,12 @@ class Admission:
         seconds = self.policy.estimate(ask.target, ask.size, view, now)
         hint = retry_after(seconds)
         text = explain(self.policy, view, ask, code, waited, hint, waiter)
-        logger.info("admission: refused (%s): %s", code, text)
         return Refusal(503, code, text, hint)
+
+    def _observe_refusal(
+        self, ask: Ask, refusal: Refusal, waited: float, request: requests.Request | None
+    ) -> None:
+        self.observer.refused(ask.target.model, refusal.code, refusal.message, waited, request)
 
     def _shutting_down(self) -> Refusal:
         return Refusal(503, "shutting_down", "The server is shutting down.", retry_after(5))
@@ -428,8 +461,10 @@ class Admission:
         self, ask: Ask, view: PoolView, request: requests.Request | None
     ) -> Exception:
         text = too_large_text(ask, view)
+        refusal = Refusal(507, "model_too_large", text)
+        self._observe_refusal(ask, refusal, 0.0, request)
         if request is not None:
-            request.refusal = Refusal(507, "model_too_large", text)
+            request.refusal = refusal
         return self.port.too_large(ask.target.model, ask.size, view, text)
 
     # -- time ---------------------------------------------------------------

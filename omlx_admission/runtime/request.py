@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -27,9 +29,20 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+#: Whether waits are counted, so that 0 means "resident" and not "unknown".
+queueing = False
+
 current: contextvars.ContextVar[Request | None] = contextvars.ContextVar(
     "omlx_admission_request", default=None
 )
+
+#: Header that says how many milliseconds a served request waited for its model.
+WAIT_HEADER = b"x-omlx-admission-wait-ms"
+
+#: The client's own name of a request, taken over where it is short and harmless.
+_ID_HEADER = b"x-request-id"
+_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_numbers = itertools.count(1)
 
 #: Header by which a request may shorten its wait budget (seconds).
 MAX_WAIT_HEADER = b"x-omlx-max-wait"
@@ -43,9 +56,21 @@ class Request:
         self.max_wait, self.header_problem = _max_wait(scope)
         self.refusal: Refusal | None = None
         self.ended = False
+        self.waited_s = 0.0
+        self._headers = scope.get("headers", ())
+        self._id: str | None = None
         self._receive = receive
         self._buffer: deque[Message] = deque()
         self._at_end: list[Callable[[], None]] = []
+
+    @property
+    def id(self) -> str:
+        """The client's ``X-Request-ID``, or a number of ours; made at first use."""
+        if self._id is None:
+            given = next((v for name, v in self._headers if name == _ID_HEADER), b"")
+            known = _ID.fullmatch(given) is not None
+            self._id = given.decode("ascii") if known else f"adm-{next(_numbers)}"
+        return self._id
 
     @property
     def explicit_load(self) -> bool:
@@ -141,9 +166,22 @@ class RequestMiddleware:
                 replaced = True
                 await _respond(refusal, request.path, send)
                 return
+            if message["type"] == "http.response.start" and message["status"] < 400:
+                _tell_wait(request, scope, message)
             await send(message)
 
         await self.app(scope, request.receive, send_or_replace)
+
+
+def _tell_wait(request: Request, scope: Scope, message: Message) -> None:
+    """Say on a served request how long it waited: whole milliseconds, 0 when resident.
+
+    Only the queue knows. A route that needs no engine says nothing.
+    """
+    served = scope.get("method") == "POST" and request.path.startswith("/v1/")
+    if request.waited_s > 0 or (served and queueing):
+        waited = str(round(request.waited_s * 1000)).encode()
+        message["headers"] = [*message.get("headers", ()), (WAIT_HEADER, waited)]
 
 
 async def _respond(refusal: Refusal, path: str, send: Send) -> None:
