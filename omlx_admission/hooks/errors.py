@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from omlx_admission.hooks import requests as requests_hook
 from omlx_admission.hooks import resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.refusal import Refusal, retry_after
 
-SERVER = "omlx.server"
-
 NEEDS = (
-    Need(SERVER, "app", Kind.VALUE),
+    *requests_hook.NEEDS,
     resident.GET_ENGINE,
     Need("omlx.exceptions", "SchedulerQueueFullError", Kind.CLASS),
 )
@@ -65,20 +64,3 @@ def refusal_of(error: Exception) -> Refusal | None:
 def apply_pool(module: Any, ledger: Ledger) -> None:
     """Wrap ``get_engine`` innermost."""
     ledger.wrap(module, "EnginePool.get_engine", get_engine)
-
-
-def apply_server(module: Any, ledger: Ledger) -> None:
-    """Put the middleware into the application, whose stack is not built yet.
-
-    Raises:
-        RuntimeError: the application is running already.
-    """
-    app = module.app
-    app.add_middleware(requests.RequestMiddleware)
-
-    def remove() -> None:
-        app.user_middleware[:] = [
-            m for m in app.user_middleware if m.cls is not requests.RequestMiddleware
-        ]
-
-    ledger.on_undo(remove)

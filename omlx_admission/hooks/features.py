@@ -14,6 +14,7 @@ from omlx_admission.hooks import (
     gpu_turn,
     gpu_watch,
     queue,
+    requests,
     resident,
 )
 from omlx_admission.hooks.gate import Need
@@ -72,9 +73,22 @@ FEATURES: tuple[Feature, ...] = (
         "errors",
         "OMLX_ADMISSION_ERRORS",
         "errors",
-        "503 with Retry-After for what passes, 507 for what never fits; watches for "
-        "clients that leave while they wait",
+        "503 with Retry-After for what passes, 507 for what never fits, on every route",
         errors.NEEDS,
+    ),
+    Feature(
+        "leases",
+        "OMLX_ADMISSION_LEASES",
+        "leases",
+        "a model handed to a route that takes no lease stays until its request ends",
+        resident.LEASE_NEEDS,
+    ),
+    Feature(
+        "requests",
+        "OMLX_ADMISSION",
+        "enabled",
+        "clients that leave while they wait are noticed; X-OMLX-Max-Wait",
+        requests.NEEDS,
     ),
     Feature(
         "gpu_setting",
@@ -122,7 +136,8 @@ PARTS: tuple[Part, ...] = (
         ),
     ),
     Part("resident", resident.POOL, lambda m, ledger, _w: resident.apply_outer(m, ledger)),
-    Part("errors", errors.SERVER, lambda m, ledger, _w: errors.apply_server(m, ledger)),
+    Part("leases", resident.POOL, lambda _m, ledger, _w: resident.hold_unleased(ledger)),
+    Part("requests", requests.SERVER, lambda m, ledger, _w: requests.apply(m, ledger)),
     Part("gpu_setting", gpu_setting.MODULE, lambda m, ledger, _w: gpu_setting.apply(m, ledger)),
     *gpu_turn.parts(Part),
     *gpu_watch.parts(Part),

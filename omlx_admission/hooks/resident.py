@@ -58,6 +58,11 @@ NEEDS = (
     *ENTRY,
 )
 
+LEASE_NEEDS = (
+    *NEEDS,
+    Need("omlx.server", "app", Kind.VALUE),
+)
+
 #: Present where oMLX does this itself.
 NATIVE = (
     Need(POOL, "EnginePool._acquire_loaded_engine", Kind.SYNC),
@@ -145,6 +150,18 @@ def hold_for_request(pool: Any, model_id: str) -> None:
 
 
 _hold_unleased = False
+
+
+def hold_unleased(ledger: Ledger) -> None:
+    """Switch :func:`hold_for_request` on; it acts within the resident path and the queue."""
+    global _hold_unleased
+    _hold_unleased = True
+
+    def off() -> None:
+        global _hold_unleased
+        _hold_unleased = False
+
+    ledger.on_undo(off)
 
 
 def give_back(pool: Any, model_id: str) -> None:
