@@ -15,6 +15,9 @@ from typing import Any
 #: Modules without which no ``omlx serve`` starts, stand-in or real.
 SERVER_NEEDS = ("mlx", "mlx_lm", "fastapi", "uvicorn", "wrapt", "packaging", "psutil")
 
+#: Features that the demo shows; whether any other one is refused is not its matter.
+SHOWN = ("resident", "queue", "errors")
+
 
 def look() -> dict[str, Any]:
     """oMLX's folder and release, what refuses to be patched in it, what is missing."""
@@ -31,7 +34,7 @@ def look() -> dict[str, Any]:
         answer["refused"] = [
             f"'{v.feature.name}': {'; '.join(v.reasons)}"
             for v in report.verdicts
-            if v.state in (State.REFUSED, State.FAILED)
+            if v.state in (State.REFUSED, State.FAILED) and v.feature.name in SHOWN
         ]
     return answer
 
