@@ -147,7 +147,7 @@ VARIABLES: tuple[Variable, ...] = (
         "leases",
         _switch,
         _SWITCH,
-        "leases for routes that take none (reserved, without effect so far)",
+        "a model handed to a route that takes no lease stays until its request ends",
     ),
     Variable(
         "OMLX_SERIALIZE_ENGINE_GPU",

@@ -431,7 +431,7 @@ class Admission:
             self._end(waiter, self._refused(refusal, pending.request))
 
     def _refused(self, refusal: Refusal, request: requests.Request | None) -> Exception:
-        if request is not None:
+        if request is not None and self.settings.errors:
             request.refusal = refusal
         return self.port.refused(refusal)
 
@@ -463,7 +463,7 @@ class Admission:
         text = too_large_text(ask, view)
         refusal = Refusal(507, "model_too_large", text)
         self._observe_refusal(ask, refusal, 0.0, request)
-        if request is not None:
+        if request is not None and self.settings.errors:
             request.refusal = refusal
         return self.port.too_large(ask.target.model, ask.size, view, text)
 
