@@ -1,0 +1,244 @@
+"""Gate, ledger and switches: all of a feature or none, and stock comes back whole."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omlx_admission.hooks import gate, install
+from omlx_admission.hooks.features import FEATURES
+from omlx_admission.hooks.install import State
+from omlx_admission.settings import Settings
+
+POOL_METHODS = (
+    "get_engine",
+    "release_engine",
+    "_release_engine_lease",
+    "_unload_engine",
+    "_load_engine",
+    "_find_lru_victim",
+    "discover_models",
+    "shutdown",
+)
+
+
+_installers: list[install.Installer] = []
+
+
+@pytest.fixture
+def pool_class() -> Iterator[type]:
+    import omlx.engine_pool
+
+    before = dict(vars(omlx.engine_pool.EnginePool))
+    yield omlx.engine_pool.EnginePool
+    while _installers:
+        _installers.pop().undo()
+    assert dict(vars(omlx.engine_pool.EnginePool)) == before
+
+
+def installer(**values: Any) -> install.Installer:
+    one = install.Installer(install.decide(settings=Settings(**values)))
+    _installers.append(one)
+    return one
+
+
+def wrapped(pool_class: type) -> set[str]:
+    return {
+        name for name in POOL_METHODS if hasattr(vars(pool_class).get(name), "_self_wrapper")
+    }
+
+
+def test_undo_puts_the_raw_originals_back(pool_class: type) -> None:
+    import omlx.engine_pool
+
+    raw = {name: vars(pool_class).get(name) for name in POOL_METHODS}
+    one = installer()
+    one.on_import(omlx.engine_pool)
+    assert wrapped(pool_class) >= {"get_engine", "_unload_engine", "_find_lru_victim"}
+    one.undo()
+    assert {name: vars(pool_class).get(name) for name in POOL_METHODS} == raw
+
+
+def test_a_second_import_event_wraps_nothing_twice(pool_class: type) -> None:
+    import omlx.engine_pool
+
+    one = installer()
+    one.on_import(omlx.engine_pool)
+    first = vars(pool_class)["get_engine"]
+    one.on_import(omlx.engine_pool)
+    assert vars(pool_class)["get_engine"] is first
+    one.undo()
+
+
+@pytest.mark.parametrize(
+    ("off", "free"),
+    [
+        ({"resident_path": False}, set()),
+        ({"queue": False}, {"_find_lru_victim", "_load_engine", "discover_models"}),
+        ({"enabled": False}, set(POOL_METHODS)),
+        ({f.field: False for f in FEATURES if f.field != "enabled"}, set(POOL_METHODS)),
+    ],
+)
+def test_each_feature_can_be_off(
+    pool_class: type, off: dict[str, bool], free: set[str]
+) -> None:
+    import omlx.engine_pool
+
+    one = installer(**off)
+    one.on_import(omlx.engine_pool)
+    assert not wrapped(pool_class) & free
+    for verdict in one.report.verdicts:
+        if verdict.feature.field in off or not one.report.settings.enabled:
+            assert verdict.state is State.OFF
+            off_by = (
+                verdict.feature.variable if one.report.settings.enabled else "OMLX_ADMISSION"
+            )
+            assert verdict.reasons[0].startswith(off_by)
+    one.undo()
+
+
+def test_a_failing_part_takes_everything_back(
+    pool_class: type, mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    import omlx.engine_pool
+
+    from omlx_admission.hooks import resident
+
+    one = installer()
+    mocker.patch.object(resident, "apply_outer", side_effect=ZeroDivisionError)
+    one.on_import(omlx.engine_pool)
+    assert wrapped(pool_class) == set()
+    assert one.report.verdict("resident").state is State.FAILED
+    assert "applying 'resident' failed" in caplog.text
+
+
+def test_undo_leaves_what_another_tool_wrapped_since(
+    pool_class: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    import omlx.engine_pool
+
+    raw = vars(pool_class)["_find_lru_victim"]
+    one = installer()
+    one.on_import(omlx.engine_pool)
+    theirs = lambda self: None  # noqa: E731
+    pool_class._find_lru_victim = theirs  # type: ignore[attr-defined]
+    try:
+        one.undo()
+        assert vars(pool_class)["_find_lru_victim"] is theirs
+        assert "_find_lru_victim" in caplog.text
+    finally:
+        pool_class._find_lru_victim = raw  # type: ignore[attr-defined]
+
+
+class TestGate:
+    """An oMLX that is not what was read runs stock, and says why."""
+
+    @pytest.fixture
+    def checkout(self, tmp_path: Path, omlx_found: gate.Found) -> Path:
+        shutil.copytree(
+            omlx_found.root, tmp_path / "omlx", ignore=shutil.ignore_patterns("eval")
+        )
+        return tmp_path
+
+    def edit(self, checkout: Path, module: str, old: str, new: str) -> None:
+        path = checkout / "omlx" / f"{module}.py"
+        text = path.read_text("utf-8")
+        assert old in text, f"{old!r} is not in {path}"
+        path.write_text(text.replace(old, new), "utf-8")
+
+    def reasons(self, checkout: Path, feature: str) -> str:
+        verdict = install.decide(checkout, Settings()).verdict(feature)
+        assert verdict.state is State.REFUSED
+        return "; ".join(verdict.reasons)
+
+    def test_as_it_is_everything_fits(self, checkout: Path) -> None:
+        report = install.decide(checkout, Settings())
+        states = {v.feature.name: v.state for v in report.verdicts}
+        for name in ("resident", "queue", "errors", "leases", "requests"):
+            assert states[name] is State.READY, report.verdict(name).reasons
+
+    def test_a_changed_parameter(self, checkout: Path) -> None:
+        self.edit(checkout, "engine_pool", "force_lm: bool = False", "as_text: bool = False")
+        assert "get_engine takes (model_id, as_text" in self.reasons(checkout, "resident")
+        assert "get_engine" in self.reasons(checkout, "queue")
+
+    def test_an_added_parameter(self, checkout: Path) -> None:
+        self.edit(
+            checkout,
+            "engine_pool",
+            "_lease: bool = False,",
+            "_lease: bool = False, shard: int = 0,",
+        )
+        assert "get_engine" in self.reasons(checkout, "queue")
+
+    def test_a_method_made_sync(self, checkout: Path) -> None:
+        self.edit(checkout, "engine_pool", "async def _unload_engine", "def _unload_engine")
+        assert "is a function, expected a coroutine" in self.reasons(checkout, "resident")
+
+    def test_a_renamed_method_turns_off_only_what_needs_it(self, checkout: Path) -> None:
+        self.edit(checkout, "engine_pool", "def _find_lru_victim", "def _find_victim")
+        assert "_find_lru_victim is missing" in self.reasons(checkout, "queue")
+        assert install.decide(checkout, Settings()).verdict("resident").state is State.READY
+
+    def test_a_native_resident_path(self, checkout: Path) -> None:
+        self.edit(
+            checkout,
+            "engine_pool",
+            "class EnginePool:",
+            "class EnginePool:\n    _unloading_models = None\n"
+            "    def _acquire_loaded_engine(self):\n        return None\n",
+        )
+        verdict = install.decide(checkout, Settings()).verdict("resident")
+        assert verdict.state is State.NATIVE
+
+    @pytest.mark.parametrize(
+        ("version", "reason"),
+        [
+            ("0.4.9", "outside the supported range"),
+            ("0.8.0rc1", "outside the supported range"),
+            ("next", "not a version number"),
+        ],
+    )
+    def test_a_release_outside_the_range(
+        self, checkout: Path, version: str, reason: str
+    ) -> None:
+        (checkout / "omlx" / "_version.py").write_text(f'__version__ = "{version}"\n')
+        for feature in ("resident", "queue", "errors"):
+            assert reason in self.reasons(checkout, feature)
+
+    def test_a_release_that_cannot_be_read(self, checkout: Path) -> None:
+        (checkout / "omlx" / "_version.py").unlink()
+        assert "could not be read" in self.reasons(checkout, "queue")
+
+    def test_a_source_that_cannot_be_parsed(self, checkout: Path) -> None:
+        (checkout / "omlx" / "engine_pool.py").write_text("def (")
+        assert "cannot be parsed" in self.reasons(checkout, "queue")
+
+    @pytest.mark.parametrize("version", ["0.5.0", "0.6.3rc2", "0.7.0.dev3", "0.7.1"])
+    def test_prereleases_are_releases(self, version: str) -> None:
+        assert gate.version_problem(version) is None
+
+
+def test_strict_refuses_to_start(mocker: Any, pool_class: type) -> None:
+    import omlx.engine_pool
+
+    mocker.patch.object(gate, "version_problem", return_value="too new")
+    one = installer(strict=True)
+    with pytest.raises(SystemExit, match="too new"):
+        one.on_import(omlx.engine_pool)
+
+
+def test_a_refused_feature_is_said_in_one_line(
+    mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    mocker.patch.object(gate, "version_problem", return_value="oMLX 9 is outside")
+    with caplog.at_level(logging.WARNING, "omlx.admission"):
+        install._announce(install.decide(settings=Settings()))
+    assert [r.getMessage() for r in caplog.records] == [
+        "admission: not active, oMLX runs stock: oMLX 9 is outside"
+    ]
