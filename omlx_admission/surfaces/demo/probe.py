@@ -16,7 +16,7 @@ from typing import Any
 SERVER_NEEDS = ("mlx", "mlx_lm", "fastapi", "uvicorn", "wrapt", "packaging", "psutil")
 
 #: Features that the demo shows; whether any other one is refused is not its matter.
-SHOWN = ("resident", "queue", "errors")
+SHOWN = ("resident", "queue", "errors", "requests")
 
 
 def look() -> dict[str, Any]:
