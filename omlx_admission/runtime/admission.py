@@ -119,7 +119,7 @@ class Admission:
             raise QueueBroken
         if request is not None:
             request.refusal = None
-        now = self._now()
+        now = self.now()
         budget = self._budget(request)
         self._refuse_at_the_door(ask, budget, request)
         enqueued = now
@@ -134,7 +134,7 @@ class Admission:
 
     def released(self, model: str) -> None:
         """A lease of ``model`` was released: hand over if somebody waits for that."""
-        self.policy.used(model, self._now())
+        self.policy.used(model, self.now())
         if self.policy.waiting:
             self.step()
 
@@ -190,7 +190,7 @@ class Admission:
     ) -> Any:
         loop = asyncio.get_running_loop()
         pending = _Pending(ask, loop.create_future(), request)
-        now = self._now()
+        now = self.now()
         joins = self.policy.head(ask.target) is not None
         waiter = self.policy.enqueue(
             ask.target, ask.size, now, deadline, pending, since=enqueued
@@ -218,10 +218,10 @@ class Admission:
                 timer.cancel()
             if watch is not None:
                 watch.stop()
-            self.observer.left(waiter, self._now(), self.policy.waiting)
+            self.observer.left(waiter, self.now(), self.policy.waiting)
 
     def _expire(self, waiter: Waiter) -> None:
-        now = self._now()
+        now = self.now()
         pending = _pending(waiter)
         view = self.port.view(self.policy.targets, self.settings.max_models)
         waited = now - waiter.enqueued
@@ -264,7 +264,7 @@ class Admission:
             for _ in range(_MOST_STEPS):
                 self._again = False
                 view = self.port.view(self.policy.targets, self.settings.max_models)
-                actions = self.policy.step(view, self._now())
+                actions = self.policy.step(view, self.now())
                 self.gated = self.policy.gated
                 for action in actions:
                     self._apply(action, view)
@@ -367,7 +367,7 @@ class Admission:
 
     async def _load(self, ask: Ask, victims: Sequence[str]) -> None:
         target = ask.target
-        started = self._now()
+        started = self.now()
         logger.info(
             "admission: swapping to '%s'%s",
             target.model,
@@ -377,7 +377,7 @@ class Admission:
             await self.port.load(ask, victims, self.settings.max_models)
         except asyncio.CancelledError:
             self.observer.swap_ended(target.model, "cancelled")
-            self.policy.load_refused(target, self._now())
+            self.policy.load_refused(target, self.now())
             if not self._closing:
                 self.step()
             raise
@@ -385,7 +385,7 @@ class Admission:
             if self.port.passes(error):
                 logger.debug("admission: no room yet for '%s': %s", target.model, error)
                 self.observer.swap_ended(target.model, "no room")
-                self.policy.load_refused(target, self._now())
+                self.policy.load_refused(target, self.now())
                 self._shortages[target] = self.port.copy_error(error)
             else:
                 self.observer.swap_ended(target.model, "failed")
@@ -395,7 +395,7 @@ class Admission:
         else:
             # No await since the pool set the engine: the model is granted in the
             # very step that made it resident, before anybody can see it idle.
-            now = self._now()
+            now = self.now()
             self._shortages.pop(target, None)
             waiters = self.policy.load_succeeded(target, now)
             self.observer.swap_ended(target.model, "loaded", len(waiters))
@@ -426,7 +426,7 @@ class Admission:
     def _refuse_all(self, waiters: Iterable[Waiter], refusal: Refusal) -> None:
         for waiter in waiters:
             pending = _pending(waiter)
-            waited = self._now() - waiter.enqueued
+            waited = self.now() - waiter.enqueued
             self._observe_refusal(pending.ask, refusal, waited, pending.request)
             self._end(waiter, self._refused(refusal, pending.request))
 
@@ -443,7 +443,7 @@ class Admission:
         waited: float,
         waiter: Waiter | None = None,
     ) -> Refusal:
-        now = self._now()
+        now = self.now()
         seconds = self.policy.estimate(ask.target, ask.size, view, now)
         hint = retry_after(seconds)
         text = explain(self.policy, view, ask, code, waited, hint, waiter)
@@ -469,7 +469,8 @@ class Admission:
 
     # -- time ---------------------------------------------------------------
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds of the clock that waits and deadlines are told in."""
         return self._clock() if self._clock else asyncio.get_running_loop().time()
 
     def _arm(self, view: PoolView | None) -> None:
@@ -478,7 +479,7 @@ class Admission:
             self._timer = None
         if view is None or not self.policy.waiting:
             return
-        now = self._now()
+        now = self.now()
         wake = now + _SAFETY_POLL_S
         if self.policy.wake_at is not None:
             wake = min(wake, self.policy.wake_at)
