@@ -1,0 +1,166 @@
+"""Whole servers, stock beside patched: ``python -m benchmarks.server [--omlx-src DIR]``.
+
+Each row is measured from the client's side in one run: every figure of a loaded
+moment stands beside the same figure of a quiet moment of the same server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omlx_admission import standin
+from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo.client import Answer, Client
+from omlx_admission.surfaces.demo.server import Server
+
+#: Requests to the resident model per phase.
+_REQUESTS = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one server."""
+
+    what: str
+    server: str
+    value: str
+
+
+def models(root: Path) -> Path:
+    """A and B of 1.65 GB counted, D of 0.3 GB, X that never fits."""
+    sizes = {"a": 1_650_000_000, "b": 1_650_000_000, "d": 300_000_000, "x": 5_000_000_000}
+    for seed, (name, size) in enumerate(sizes.items()):
+        tinymodels.make_text_model(root, name=name, counted_bytes=size, seed=seed)
+    return root
+
+
+def resident_beside_a_load(server: Server, load_s: float) -> list[tuple[str, str]]:
+    """Latency of resident A before and during the load of B; both fit."""
+
+    async def scenario() -> tuple[list[Answer], list[Answer]]:
+        client = Client(server.url)
+        await client.chat("a", tokens=40)
+        await client.chat("a", tokens=40)
+        quiet = [await client.chat("a", tokens=40) for _ in range(_REQUESTS)]
+        loading = asyncio.create_task(client.chat("b"))
+        # Open arrivals: a request that stalls delays none of the others.
+        step = 0.8 * load_s / _REQUESTS
+        loaded = await asyncio.gather(
+            *(client.chat("a", tokens=40, delay=0.3 + n * step) for n in range(_REQUESTS))
+        )
+        await loading
+        return quiet, list(loaded)
+
+    quiet, loaded = asyncio.run(scenario())
+    assert all(a.ok for a in (*quiet, *loaded)), "a request of the resident was refused"
+    base = [a.seconds for a in quiet]
+    beside = [a.seconds for a in loaded]
+    median = statistics.median(beside) / statistics.median(base)
+    return [
+        (
+            f"resident beside a {load_s:.0f} s load, median against quiet median",
+            f"{median:.2f}x ({statistics.median(base) * 1e3:.0f} ms -> "
+            f"{statistics.median(beside) * 1e3:.0f} ms)",
+        ),
+        (
+            f"resident beside a {load_s:.0f} s load, worst against quiet worst",
+            f"{max(beside) / max(base):.2f}x ({max(base) * 1e3:.0f} ms -> "
+            f"{max(beside) * 1e3:.0f} ms)",
+        ),
+    ]
+
+
+def swap_behind_a_stream(server: Server) -> list[tuple[str, str]]:
+    """What a request for B pays beyond A's rest, the unload, the load and its own answer."""
+    overheads = []
+
+    async def one(client: Client) -> tuple[Answer, Answer, float]:
+        await client.chat("b")
+        own = statistics.median([(await client.chat("b")).seconds for _ in range(5)])
+        await client.chat("a")
+        stream, for_b = await asyncio.gather(
+            client.chat("a", tokens=900, stream=True), client.chat("b", delay=0.2)
+        )
+        return stream, for_b, own
+
+    for _ in range(5):
+        stream, for_b, own = asyncio.run(one(Client(server.url)))
+        if not for_b.ok:
+            return [("a request for B while A streams", f"refused: {for_b.status}")]
+        swap = float(re.findall(r"'b' resident after ([0-9.]+) s", server.log)[-1])
+        overheads.append(for_b.ended - max(stream.ended, for_b.started) - swap - own)
+    return [
+        (
+            "wait for B beyond A's rest + unload + load + its own answer (median of 5)",
+            f"{statistics.median(overheads) * 1e3:.0f} ms "
+            f"(worst {max(overheads) * 1e3:.0f} ms)",
+        )
+    ]
+
+
+def never_fits(server: Server) -> list[tuple[str, str]]:
+    """A model larger than the ceiling, asked for while A is idle."""
+
+    async def scenario() -> tuple[list[Answer], list[str]]:
+        client = Client(server.url)
+        await client.chat("a")
+        answers = [await client.chat("x") for _ in range(5)]
+        return answers, (await client.get("/api/status"))[1]["loaded_models"]
+
+    answers, loaded = asyncio.run(scenario())
+    worst = max(a.seconds for a in answers) * 1e3
+    kept = "A stays" if "a" in loaded else "A was evicted"
+    return [("never fits", f"{answers[0].status} in at most {worst:.0f} ms, {kept}")]
+
+
+def measure(source: Path, python: str | None, root: Path) -> list[Row]:
+    """All rows for stock and patched on one oMLX."""
+    rows = []
+    made = models(root / "models")
+    for patched in (False, True):
+        name = "patched" if patched else "stock"
+
+        def server(label: str, gb: float, load_s: float, patched: bool = patched) -> Server:
+            extra = {"python": python} if python else {}
+            return Server(
+                made,
+                root / f"{label}-{patched}",
+                patched=patched,
+                source=source,
+                plan={"load_s": load_s},
+                memory_gb=gb,
+                **extra,
+            )
+
+        found: list[tuple[str, str]] = []
+        with server("both", 6.0, 5.0) as running:
+            found += resident_beside_a_load(running, 5.0)
+        with server("one", 2.7, 1.0) as running:
+            found += swap_behind_a_stream(running)
+            found += never_fits(running)
+        rows += [Row(what, name, value) for what, value in found]
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description=__doc__)
+    parser.add_argument("--omlx-src", type=Path, default=standin.PATH, metavar="DIR")
+    parser.add_argument("--omlx-python", default=None, metavar="PATH")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(arguments.omlx_src, arguments.omlx_python, Path(folder))
+    width = max(len(row.what) for row in rows)
+    for row in sorted(rows, key=lambda r: (r.what, r.server), reverse=True):
+        print(f"{row.what:<{width}}  {row.server:<8}  {row.value}")
+
+
+if __name__ == "__main__":
+    main()
