@@ -127,16 +127,9 @@ def step_burst(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     except Exception as failed:
         if outputs is None:
             raise
-        _keep_error(scheduler, state, failed)
+        if scheduler.has_requests():
+            state.error = failed
     return outputs
-
-
-def _keep_error(scheduler: Any, state: _EngineState, error: Exception) -> None:
-    from omlx_admission.runtime.gpu_watch import watch
-
-    watch.saw(error, state.name)
-    if scheduler.has_requests():
-        state.error = error
 
 
 def _publish(scheduler: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from omlx_admission.hooks import faults
 from omlx_admission.runtime import gpu_turn
 from omlx_admission.runtime.gpu_turn import Hold, TurnAbandoned, TurnTimeout
+from omlx_admission.runtime.gpu_watch import watch
 
 logger = logging.getLogger("omlx.admission")
 
@@ -133,10 +134,16 @@ def held(
     try:
         try:
             result = call()
-        except BaseException:
+        except BaseException as error:
+            # Seen while the turn is still held: the log says who held it and who waited.
+            watch.saw(error, name)
             drain_after_error(drain_now, name)
             raise
-        drain_now()
+        try:
+            drain_now()
+        except BaseException as error:
+            watch.saw(error, name)
+            raise
         return result
     finally:
         _local.current = outer

@@ -1,0 +1,140 @@
+"""An engine core whose scheduler does what the test says, on the thread that oMLX gives it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from omlx_admission.hooks import install
+from omlx_admission.settings import Settings
+
+PATIENCE_S = 20.0
+
+
+class Gate:
+    """A place in the work where the engine's thread stops until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._go = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self._go.wait(PATIENCE_S)
+
+    def open(self) -> None:
+        self._go.set()
+
+    async def until_reached(self) -> None:
+        for _ in range(int(PATIENCE_S * 1000)):
+            if self.reached.is_set():
+                return
+            await asyncio.sleep(0.001)
+        raise AssertionError("the work never came to this place")
+
+
+def fake_scheduler(scheduler_module: Any) -> type:
+    """A Scheduler class: each step gives every running request one token."""
+
+    class FakeScheduler:
+        def __init__(self, *_args: Any, stream: Any, config: Any = None, **_: Any) -> None:
+            self.config = config
+            self._stream = stream
+            self.running: dict[str, Any] = {}
+            self.waiting: deque[Any] = deque()
+            self.prefilling: list[Any] = []
+            self.requests: dict[str, Any] = {}
+            self.paged_ssd_cache_manager = None
+            self._specprefill_draft_model = None
+            self.script: deque[Callable[[], None]] = deque()
+            self.steps = 0
+            self._decode_activity_key = f"fake:{id(self):x}"
+
+        def add_request(self, request: Any) -> None:
+            request.output_token_ids = []
+            request.num_prompt_tokens = 1
+            self.running[request.request_id] = self.requests[request.request_id] = request
+
+        def abort_request(self, request_id: str) -> bool:
+            self.requests.pop(request_id, None)
+            return self.running.pop(request_id, None) is not None
+
+        def has_requests(self) -> bool:
+            return bool(self.running or self.waiting or self.prefilling)
+
+        def step(self) -> Any:
+            from omlx.request import RequestOutput
+
+            self.steps += 1
+            if self.script:
+                self.script.popleft()()
+            output = scheduler_module.SchedulerOutput()
+            for request_id, request in list(self.running.items()):
+                request.output_token_ids.append(7)
+                done = len(request.output_token_ids) >= request.sampling_params.max_tokens
+                output.outputs.append(
+                    RequestOutput(
+                        request_id=request_id,
+                        new_token_ids=[7],
+                        new_text="x",
+                        output_token_ids=list(request.output_token_ids),
+                        output_text="x" * len(request.output_token_ids),
+                        finished=done,
+                        finish_reason="length" if done else None,
+                        completion_tokens=len(request.output_token_ids),
+                    )
+                )
+                output.has_work = True
+                if done:
+                    del self.running[request_id], self.requests[request_id]
+            return output
+
+        def fail_all_requests(self) -> list[str]:
+            failed = list(self.requests)
+            if self.script:
+                self.script.popleft()()
+            self.running.clear()
+            self.requests.clear()
+            return failed
+
+        def get_stats(self) -> dict[str, Any]:
+            return {}
+
+        def shutdown(self) -> None:
+            """Nothing to write."""
+
+        def deep_reset(self) -> None:
+            self.running.clear()
+
+    return FakeScheduler
+
+
+class Model:
+    """What an engine core is given as its model: it is never called."""
+
+
+@contextmanager
+def installed(*modules: str, scheduler: type | None = None, **values: Any) -> Iterator[Any]:
+    """Apply the hooks that ``values`` switch on to ``modules``, then undo them."""
+    off = {"resident_path": False, "queue": False, "errors": False}
+    quiet = {"exposure": False, "exit_on_gpu_lockout": False}
+    report = install.decide(settings=Settings(**{**off, **quiet, **values}))
+    installer = install.Installer(report)
+    try:
+        for name in modules:
+            module: Any = sys.modules[name]
+            if name == "omlx.scheduler" and scheduler is not None:
+                module = types.ModuleType(name)
+                module.Scheduler = scheduler  # type: ignore[attr-defined]
+            installer.on_import(module)
+        bad = [v for v in report.verdicts if v.state is install.State.FAILED]
+        assert not bad, bad
+        yield installer
+    finally:
+        installer.undo()
