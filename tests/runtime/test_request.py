@@ -1,0 +1,214 @@
+"""The middleware: disconnects, the client's own limit, and one truth about refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omlx_admission.runtime import request as requests
+from omlx_admission.runtime.refusal import LONGEST_RETRY_S, Refusal, retry_after
+
+BUSY = Refusal(503, "model_busy", "'a' is in use", 7)
+NEVER = Refusal(507, "model_too_large", "too large")
+
+
+class Exchange:
+    """One HTTP exchange with an application behind the middleware."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], path: str = "/v1/x") -> None:
+        self.sent: list[Any] = []
+        self.incoming: asyncio.Queue[Any] = asyncio.Queue()
+        self.scope: dict[str, Any] = {"type": "http", "path": path, "headers": []}
+        self._app = requests.RequestMiddleware(app)
+
+    async def run(self) -> None:
+        async def send(message: Any) -> None:
+            self.sent.append(message)
+
+        await self._app(self.scope, self.incoming.get, send)
+
+    @property
+    def status(self) -> int:
+        status: int = self.sent[0]["status"]
+        return status
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def body(self) -> Any:
+        return json.loads(b"".join(m.get("body", b"") for m in self.sent[1:]))
+
+
+def answering(status: int, refusal: Refusal | None = None) -> Callable[..., Awaitable[None]]:
+    """An application that meets ``refusal`` and then answers ``status`` in two pieces."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request = requests.current.get()
+        assert request is not None
+        request.refusal = refusal
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"a":', "more_body": True})
+        await send({"type": "http.response.body", "body": b"1}"})
+
+    return app
+
+
+@pytest.mark.parametrize("made_of_it", [404, 409, 500, 503, 507])
+@pytest.mark.parametrize("refusal", [BUSY, NEVER])
+def test_whatever_a_route_made_of_it_the_client_gets_the_refusal(
+    made_of_it: int, refusal: Refusal
+) -> None:
+    exchange = Exchange(answering(made_of_it, refusal))
+    asyncio.run(exchange.run())
+    assert exchange.status == refusal.status
+    assert exchange.body["error"]["code"] == refusal.code
+    assert len(exchange.sent) == 2
+    if refusal is BUSY:
+        assert exchange.headers[b"retry-after"] == b"7"
+        assert b"x-should-retry" not in exchange.headers
+    else:
+        assert exchange.headers[b"x-should-retry"] == b"false"
+        assert b"retry-after" not in exchange.headers
+    assert int(exchange.headers[b"content-length"]) == len(exchange.sent[1]["body"])
+
+
+@pytest.mark.parametrize("refusal", [None, BUSY])
+def test_a_success_is_never_replaced(refusal: Refusal | None) -> None:
+    exchange = Exchange(answering(200, refusal))
+    asyncio.run(exchange.run())
+    assert exchange.status == 200
+    assert exchange.body == {"a": 1}
+
+
+def test_an_error_of_the_route_itself_stays() -> None:
+    exchange = Exchange(answering(422))
+    asyncio.run(exchange.run())
+    assert exchange.status == 422
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/v1/messages", {"type": "error", "error": {"type": "overloaded_error"}}),
+        ("/v1/chat/completions", {"error": {"type": "server_error", "param": None}}),
+        ("/v1/responses", {"error": {"type": "server_error"}}),
+        ("/admin/api/models/a/load", {"detail": "'a' is in use"}),
+    ],
+)
+def test_the_body_has_the_routes_own_shape(path: str, expected: dict[str, Any]) -> None:
+    body = json.loads(BUSY.body(path))
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert value.items() <= body[key].items()
+        else:
+            assert body[key] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"), [(b"0", 0.0), (b"2.5", 2.5), (b"nan", None), (b"-1", None), (b"x", None)]
+)
+def test_the_client_may_shorten_its_wait(text: bytes, limit: float | None) -> None:
+    seen: list[float | None] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request = requests.current.get()
+        assert request is not None
+        seen.append(request.max_wait)
+        await answering(200)(scope, receive, send)
+
+    exchange = Exchange(app)
+    exchange.scope["headers"] = [(b"x-omlx-max-wait", text)]
+    asyncio.run(exchange.run())
+    if limit is None:
+        assert seen == []
+        assert exchange.status == 400
+        assert "X-OMLX-Max-Wait" in exchange.body["error"]["message"]
+    else:
+        assert seen == [limit]
+
+
+def test_a_watch_notices_the_client_and_loses_no_message() -> None:
+    async def test() -> None:
+        left = asyncio.Event()
+        body: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            watch = requests.Watch(requests.current.get(), left.set)
+            exchange.incoming.put_nowait({"type": "http.request", "body": b"late"})
+            exchange.incoming.put_nowait({"type": "http.disconnect"})
+            await left.wait()
+            watch.stop()
+            body.append(await receive())
+            body.append(await receive())
+
+        exchange = Exchange(app)
+        await exchange.run()
+        assert [m["type"] for m in body] == ["http.request", "http.disconnect"]
+        assert body[0]["body"] == b"late"
+
+    asyncio.run(test())
+
+
+def test_a_watch_that_is_stopped_reads_nothing_more() -> None:
+    async def test() -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            watch = requests.Watch(requests.current.get(), lambda: pytest.fail("left"))
+            await asyncio.sleep(0)
+            watch.stop()
+            await asyncio.sleep(0)
+            exchange.incoming.put_nowait({"type": "http.request", "body": b"mine"})
+            assert (await receive())["body"] == b"mine"
+
+        exchange = Exchange(app)
+        await exchange.run()
+
+    asyncio.run(test())
+
+
+def test_what_is_registered_for_the_end_runs_once_even_after_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ran: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request = requests.current.get()
+        assert request is not None
+        request.at_end(lambda: ran.append(1))
+        request.at_end(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+        request.at_end(lambda: ran.append(2))
+        raise RuntimeError("the route failed")
+
+    with pytest.raises(RuntimeError, match="the route failed"):
+        asyncio.run(Exchange(app).run())
+    assert ran == [2, 1]
+    assert caplog.text.count("clean-up at the end of a request failed") == 1
+    assert requests.current.get() is None
+
+
+@pytest.mark.parametrize("kind", ["lifespan", "websocket"])
+def test_other_connections_pass(kind: str) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["type"], requests.current.get() is not None))
+
+    exchange = Exchange(app)
+    exchange.scope["type"] = kind
+    asyncio.run(exchange.run())
+    assert seen == [(kind, kind == "websocket")]
+
+
+@given(st.floats(min_value=0, max_value=1e9))
+def test_retry_after_is_whole_bounded_and_never_early(seconds: float) -> None:
+    value = retry_after(seconds)
+    assert isinstance(value, int)
+    assert 1 <= value <= LONGEST_RETRY_S
+    assert value >= min(seconds, LONGEST_RETRY_S)
