@@ -76,6 +76,8 @@ class Settings:
     #: Not a variable: oMLX's settings file has ``scheduler.serialize_engine_gpu``.
     keep_gpu_setting: bool = False
     stream_hold_s: float = 10.0
+    surfaces: bool = True
+    stuck_s: float | None = None
     strict: bool = False
 
 
@@ -189,6 +191,22 @@ VARIABLES: tuple[Variable, ...] = (
         "a stream still waiting then gets keep-alives (reserved, without effect so far)",
     ),
     Variable(
+        "OMLX_ADMISSION_SURFACES",
+        "surfaces",
+        _switch,
+        _SWITCH,
+        "GET /admission, /admission/status and /admission/metrics, behind oMLX's own API key",
+    ),
+    Variable(
+        "OMLX_ADMISSION_STUCK_S",
+        "stuck_s",
+        _auto_seconds,
+        _AUTO,
+        "a load, unload or drain longer than this is called stuck in log and status; auto: "
+        "a minute, more where a load is expected to take longer, and half of the wait budget "
+        "for a drain",
+    ),
+    Variable(
         "OMLX_ADMISSION_STRICT",
         "strict",
         _switch,
@@ -235,3 +253,9 @@ def load(environ: Mapping[str, str] | None = None) -> tuple[Settings, list[str]]
             hint = f"; did you mean {close[0]}?" if close else ""
             problems.append(f"{name} is not a variable of this release, ignored{hint}")
     return Settings(**values), problems  # type: ignore[arg-type]
+
+
+def api_key(environ: Mapping[str, str] | None = None) -> str | None:
+    """oMLX's own ``OMLX_API_KEY``, with which a command asks a running server; None: unset."""
+    source = os.environ if environ is None else environ
+    return source.get("OMLX_API_KEY") or None

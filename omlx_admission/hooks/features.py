@@ -16,6 +16,7 @@ from omlx_admission.hooks import (
     queue,
     requests,
     resident,
+    surfaces,
 )
 from omlx_admission.hooks.gate import Need
 from omlx_admission.hooks.ledger import Ledger
@@ -91,6 +92,13 @@ FEATURES: tuple[Feature, ...] = (
         requests.NEEDS,
     ),
     Feature(
+        "surfaces",
+        "OMLX_ADMISSION_SURFACES",
+        "surfaces",
+        "status, metrics and a page under /admission, behind oMLX's own API key",
+        surfaces.NEEDS,
+    ),
+    Feature(
         "gpu_setting",
         "scheduler.serialize_engine_gpu",
         "keep_gpu_setting",
@@ -126,6 +134,7 @@ FEATURES: tuple[Feature, ...] = (
 #: Innermost wrapper first: the resident path meets a request before the queue,
 #: the queue before stock.
 PARTS: tuple[Part, ...] = (
+    *surfaces.parts(Part),
     Part("errors", resident.POOL, lambda m, ledger, _w: errors.apply_pool(m, ledger)),
     Part("resident", resident.POOL, lambda m, ledger, _w: resident.apply_inner(m, ledger)),
     Part(

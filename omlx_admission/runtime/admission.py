@@ -195,13 +195,15 @@ class Admission:
         waiter = self.policy.enqueue(
             ask.target, ask.size, now, deadline, pending, since=enqueued
         )
-        self.observer.enqueued(waiter, self.policy.waiting)
+        queued = False
         timer: asyncio.TimerHandle | None = None
         watch: requests.Watch | None = None
         try:
             if not joins:
                 self.step()
             if not pending.future.done():
+                queued = True
+                self.observer.enqueued(waiter, self.policy.waiting)
                 timer = loop.call_later(max(0.0, deadline - now), self._expire, waiter)
                 watch = requests.Watch(request, lambda: self._client_left(waiter))
             return await pending.future
@@ -218,7 +220,7 @@ class Admission:
                 timer.cancel()
             if watch is not None:
                 watch.stop()
-            self.observer.left(waiter, self.now(), self.policy.waiting)
+            self.observer.left(waiter, self.now(), self.policy.waiting, queued)
 
     def _expire(self, waiter: Waiter) -> None:
         now = self.now()

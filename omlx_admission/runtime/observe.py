@@ -170,6 +170,7 @@ class Observer:
         self._turn_lock = threading.Lock()
         self._sections: dict[str, Section] = {}
         self._checks: list[Check] = []
+        self._refreshes: list[Callable[[], None]] = []
         self._watching: threading.Event | None = None
         self._problems_seen: set[tuple[str, str | None]] = set()
 
@@ -190,17 +191,25 @@ class Observer:
         )
 
     @_quiet
-    def left(self, waiter: Waiter, now: float, waiting: int) -> None:
-        """``waiter`` has ended; ``now`` is of the clock that it was enqueued by."""
+    def left(self, waiter: Waiter, now: float, waiting: int, queued: bool) -> None:
+        """``waiter`` has ended; ``now`` is of the clock that it was enqueued by.
+
+        Without ``queued`` it was answered in the step in which it came.
+        """
         model, outcome = waiter.target.model, waiter.outcome.value
         waited = now - waiter.enqueued
-        self._level(model, -1)
+        if queued:
+            self._level(model, -1)
         self._add(self.waits, (self.name(model), outcome), waited, WAIT_BOUNDS)
         request = getattr(waiter.context, "request", None)
         if request is not None:
             request.waited_s = max(request.waited_s, waited)
         # A refusal has its own line, with the reason.
-        crowd = waiting > _CROWD or waiter.outcome in (Outcome.EXPIRED, Outcome.REFUSED)
+        crowd = (
+            waiting > _CROWD
+            or not queued
+            or waiter.outcome in (Outcome.EXPIRED, Outcome.REFUSED)
+        )
         logger.log(
             logging.DEBUG if crowd else logging.INFO,
             "admission: %s for '%s' %s after %.2f s",
@@ -217,7 +226,8 @@ class Observer:
         name = None if request is None else str(request.id)
         self.refusal_counts[code] += 1
         self.refusals.append(Refused(self.wall(), model, code, text, waited, name))
-        logger.info("admission: %s refused (%s): %s", name or "a call", code, text)
+        who = "a call" if name is None else f"request {name}"
+        logger.info("admission: %s refused (%s): %s", who, code, text)
 
     # -- swaps ----------------------------------------------------------------
 
@@ -324,20 +334,29 @@ class Observer:
     # -- for readers ----------------------------------------------------------
 
     def register_section(
-        self, name: str, provide: Section, check: Check | None = None
+        self,
+        name: str,
+        provide: Section,
+        check: Check | None = None,
+        refresh: Callable[[], None] | None = None,
     ) -> Callable[[], None]:
         """Show ``provide()`` under ``name`` in status, and ``check``'s problems.
 
-        Returns what takes it out again.
+        Both run on the event loop and must not wait; ``refresh`` runs on the watching
+        thread, every second, and may. Returns what takes all of it out again.
         """
         self._sections[name] = provide
         if check is not None:
             self._checks.append(check)
+        if refresh is not None:
+            self._refreshes.append(refresh)
 
         def remove() -> None:
             self._sections.pop(name, None)
             if check is not None and check in self._checks:
                 self._checks.remove(check)
+            if refresh is not None and refresh in self._refreshes:
+                self._refreshes.remove(refresh)
 
         return remove
 
@@ -430,7 +449,9 @@ class Observer:
 
     @_quiet
     def look(self) -> None:
-        """Log what is newly stuck, once, and what no longer is."""
+        """Log what is newly stuck, once, and what no longer is; refresh sections."""
+        for refresh in list(self._refreshes):
+            refresh()
         found = {(p.kind, p.model): p for p in self.problems()}
         for key, problem in found.items():
             if key not in self._problems_seen and not problem.logged:

@@ -79,7 +79,11 @@ def test_a_second_import_event_wraps_nothing_twice(pool_class: type) -> None:
     ("off", "free"),
     [
         ({"resident_path": False}, set()),
-        ({"queue": False}, {"_find_lru_victim", "_load_engine", "discover_models"}),
+        ({"queue": False}, {"_find_lru_victim", "discover_models"}),
+        (
+            {"queue": False, "surfaces": False},
+            {"_find_lru_victim", "_load_engine", "discover_models"},
+        ),
         ({"enabled": False}, set(POOL_METHODS)),
         ({f.field: False for f in FEATURES if f.field != "enabled"}, set(POOL_METHODS)),
     ],
