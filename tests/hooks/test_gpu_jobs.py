@@ -1,0 +1,436 @@
+"""The turn on oMLX's global executor: what is recognised, held, paused and left alone."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omlx_admission import standin
+from omlx_admission.hooks import gpu_hold, gpu_jobs, gpu_sites
+from omlx_admission.hooks.gate import Source, find
+from omlx_admission.runtime import gpu_turn
+from omlx_admission.runtime.gpu_watch import watch
+
+from .gpu_rig import installed
+
+PATIENCE_S = 20.0
+
+
+def as_if_of(module: str, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` under the name by which oMLX hands such a job to its executor."""
+    call.__module__ = module
+    call.__name__ = name
+    return call
+
+
+@pytest.fixture
+def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
+    import omlx.engine_core as module
+
+    values = getattr(request, "param", {"serialize_engine_gpu": True})
+    with installed("omlx.engine_core", **values):
+        yield module.get_mlx_executor()
+
+
+@pytest.fixture
+def turn(executor: Any) -> gpu_turn.GpuTurn:
+    assert gpu_turn.current is not None
+    return gpu_turn.current
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_turn, "LOOK_S", 0.01)
+
+
+JOBS = [(module, name) for module, name in gpu_jobs.JOBS if module is not None]
+
+
+@pytest.mark.parametrize(("module", "name"), JOBS)
+def test_a_job_of_the_table_is_held_and_drained(
+    executor: Any,
+    turn: gpu_turn.GpuTurn,
+    module: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drained: list[bool] = []
+    monkeypatch.setattr(gpu_hold, "drain", lambda *_, **__: drained.append(turn.held()))
+    job = as_if_of(f"omlx.engine.{module}", name, lambda: turn.held())
+    gate = gpu_jobs.JOBS[module, name].gate
+    assert executor.submit(job).result(PATIENCE_S) is gate
+    assert drained == ([True] if gate else [])
+    assert not turn.snapshot().holder
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("omlx.engine.batched", "_load_model_sync"),
+        ("omlx.engine.tts", "_load_sync"),
+        ("omlx.engine.embedding", "_run"),
+        ("omlx.engine_pool", "_load_drafter_sync"),
+        ("somebody.else", "_transcribe_sync"),
+    ],
+)
+def test_loads_and_strangers_pass_untouched(
+    executor: Any, turn: gpu_turn.GpuTurn, module: str, name: str
+) -> None:
+    job = as_if_of(module, name, lambda *a, **k: (turn.held(), a, k))
+    assert executor.submit(job, 1, b=2).result(PATIENCE_S) == (False, (1,), {"b": 2})
+
+
+def test_bound_methods_and_partials_are_recognised() -> None:
+    class Engine:
+        _model_name = "/models/speaker/"
+
+        def poll_sync(self) -> None: ...
+
+    Engine.poll_sync.__module__ = "omlx.engine.stt"
+    job = gpu_jobs.recognise(functools.partial(Engine().poll_sync))
+    assert job is not None
+    assert (job.name, job.treatment.site) == ("speaker", "speech to text")
+    assert gpu_jobs.recognise(print) is None
+    assert gpu_jobs.recognise(functools.partial(print)) is None
+
+
+def test_a_cache_clear_goes_on_without_the_turn_rather_than_fail(
+    executor: Any, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlx.core as mx
+
+    monkeypatch.setattr(gpu_hold, "OPTIONAL_WAIT_S", 0.02)
+    seen: list[bool] = []
+
+    def clear_cache() -> None:
+        seen.append(turn.held())
+
+    class Mx:
+        pass
+
+    stub: Any = Mx()
+    stub.synchronize, stub.clear_cache = mx.synchronize, clear_cache
+    job = lambda: (stub.synchronize(), stub.clear_cache())  # noqa: E731
+    job.__module__ = "omlx.engine_pool"
+    executor.submit(job).result(PATIENCE_S)
+    hold = turn.acquire("busy", "test")
+    executor.submit(job).result(PATIENCE_S)
+    hold.release()
+    assert seen == [True, False]
+
+
+class Speaker:
+    """A speech model: its audio comes in pieces."""
+
+    model_name = "speaker"
+
+    def __init__(self, turn: gpu_turn.GpuTurn, log: list[str]) -> None:
+        self.turn = turn
+        self.log = log
+        self.in_the_middle = threading.Event()
+
+    def generate(self, pieces: int) -> Iterator[int]:
+        for piece in range(pieces):
+            assert self.turn.held()
+            self.log.append(f"piece {piece}")
+            if piece == 0:
+                self.in_the_middle.set()
+                until(lambda: self.turn.contended)
+            yield piece
+
+    def decode(self, window: int) -> int:
+        assert self.turn.held()
+        self.log.append(f"window {window}")
+        if window == 0:
+            self.in_the_middle.set()
+            until(lambda: self.turn.contended)
+        return window
+
+
+def until(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(int(PATIENCE_S * 1000)):
+        if condition():
+            return
+        pause.wait(0.001)
+    raise AssertionError("what the test waits for never happened")
+
+
+def another(turn: gpu_turn.GpuTurn, speaker: Speaker, log: list[str]) -> threading.Thread:
+    """A decoding engine that wants the GPU in the middle of the job."""
+
+    def work() -> None:
+        assert speaker.in_the_middle.wait(PATIENCE_S)
+        hold = turn.acquire("decoder", "test")
+        log.append("decoder's turn")
+        hold.release()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_others_get_their_turn_between_two_chunks_of_speech(
+    executor: Any, turn: gpu_turn.GpuTurn
+) -> None:
+    log: list[str] = []
+    model = Speaker(turn, log)
+
+    def synthesize() -> list[int]:
+        return list(model.generate(3))
+
+    job = as_if_of("omlx.engine.tts", "_synthesize_sync", synthesize)
+    thread = another(turn, model, log)
+    assert executor.submit(job).result(PATIENCE_S) == [0, 1, 2]
+    thread.join(PATIENCE_S)
+    assert log == ["piece 0", "decoder's turn", "piece 1", "piece 2"]
+    assert "generate" not in vars(model)
+
+
+def test_others_get_their_turn_between_two_windows_of_a_transcription(
+    executor: Any, turn: gpu_turn.GpuTurn
+) -> None:
+    log: list[str] = []
+    model = Speaker(turn, log)
+
+    def transcribe() -> list[int]:
+        return [model.decode(window) for window in range(3)]
+
+    job = as_if_of("omlx.engine.stt", "_transcribe_sync", transcribe)
+    thread = another(turn, model, log)
+    assert executor.submit(job).result(PATIENCE_S) == [0, 1, 2]
+    thread.join(PATIENCE_S)
+    assert log == ["window 0", "decoder's turn", "window 1", "window 2"]
+    assert "decode" not in vars(model)
+
+
+def test_a_job_that_fails_gives_its_model_and_the_turn_back(
+    executor: Any, turn: gpu_turn.GpuTurn
+) -> None:
+    model = Speaker(turn, [])
+
+    def synthesize() -> None:
+        assert "generate" in vars(model)
+        raise ValueError("of the model")
+
+    job = as_if_of("omlx.engine.tts", "_synthesize_sync", synthesize)
+    with pytest.raises(ValueError, match="of the model"):
+        executor.submit(job).result(PATIENCE_S)
+    assert "generate" not in vars(model)
+    assert turn.snapshot().holder is None
+
+
+@pytest.mark.parametrize("where", ["in the work", "in the drain"])
+def test_an_error_is_the_jobs_own_and_the_turn_passes_on(
+    executor: Any, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError(where)
+
+    def fine(*_: Any, **__: Any) -> str:
+        return "done"
+
+    if where == "in the drain":
+        monkeypatch.setattr(gpu_hold, "drain", broken)
+    job = as_if_of(
+        "omlx.engine.sts", "_process_sync", broken if where == "in the work" else fine
+    )
+    with pytest.raises(RuntimeError, match=where):
+        executor.submit(job).result(PATIENCE_S)
+    hold = turn.acquire("next", "test", limit_s=PATIENCE_S)
+    hold.release()
+
+
+class TestSteps:
+    """Iterators and forwards at which long work pauses."""
+
+    def test_events_keep_their_generator(self) -> None:
+        closed: list[str] = []
+
+        def events() -> Iterator[int]:
+            try:
+                yield 1
+                yield 2
+            finally:
+                closed.append("closed")
+
+        items, *rest = gpu_jobs.dflash_events(lambda: (events(), "flow", {3}), None, (), {})
+        assert rest == ["flow", {3}]
+        assert next(iter(items)) == 1
+        items.close()
+        assert closed == ["closed"]
+        assert list(gpu_jobs.diffusion_steps(lambda: iter([1, 2]), None, (), {})) == [1, 2]
+
+    def test_one_document_one_forward(
+        self, executor: Any, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pauses: list[None] = []
+        monkeypatch.setattr(gpu_hold, "breathe", lambda: pauses.append(None))
+
+        class Model:
+            layers = 3
+
+            def __call__(self, ids: int) -> int:
+                return ids + self.layers
+
+        class Reranker:
+            model: Any = Model()
+
+        reranker = Reranker()
+        own = reranker.model
+
+        def documents() -> list[int]:
+            assert callable(reranker.model)
+            assert reranker.model.layers == 3
+            return [reranker.model(n) for n in range(3)]
+
+        assert gpu_jobs.causal_documents(documents, reranker, (), {}) == [3, 4, 5]
+        assert len(pauses) == 3
+        assert reranker.model is own
+        with pytest.raises(ZeroDivisionError):
+            gpu_jobs.causal_documents(lambda: 1 // 0, reranker, (), {})
+        assert reranker.model is own
+
+
+def test_embedder_and_reranker_hold_the_turn_for_their_forward(
+    executor: Any, turn: gpu_turn.GpuTurn
+) -> None:
+    import omlx.models.embedding as embedding
+    import omlx.models.reranker as reranker
+
+    class Model:
+        model_name = "/models/vectors"
+
+    def forward(*args: Any) -> tuple[bool, tuple[Any, ...]]:
+        return turn.held(), args
+
+    def both() -> list[Any]:
+        return [
+            gpu_jobs.embed(forward, Model(), ("x",), {}),
+            gpu_jobs.rerank(forward, Model(), ("y",), {}),
+        ]
+
+    assert executor.submit(both).result(PATIENCE_S) == [(True, ("x",)), (True, ("y",))]
+    assert turn.snapshot().totals["vectors"].turns == 2
+    with installed("omlx.models.embedding", "omlx.models.reranker", serialize_engine_gpu=True):
+        for model in (embedding.MLXEmbeddingModel.embed, reranker.MLXRerankerModel.rerank):
+            assert hasattr(model, "_self_wrapper")
+    assert not hasattr(embedding.MLXEmbeddingModel.embed, "_self_wrapper")
+
+
+@pytest.mark.parametrize("executor", [{"exposure": True}], indirect=True)
+def test_without_the_turn_jobs_are_still_watched(
+    executor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpu_turn.current is None
+    busy: list[dict[str, float]] = []
+
+    class Engine:
+        _model_name = "speaker"
+
+        def poll_sync(self) -> None:
+            busy.append(dict(watch.busy_now))
+
+    Engine.poll_sync.__module__ = "omlx.engine.stt"
+    executor.submit(Engine().poll_sync).result(PATIENCE_S)
+    assert list(busy[0]) == ["speaker"]
+    assert "speaker" not in watch.busy_now
+
+
+def test_an_executor_made_anew_is_watched_too(executor: Any, turn: gpu_turn.GpuTurn) -> None:
+    import omlx.engine_core as module
+
+    module._global_mlx_executor = None
+    try:
+        fresh = module.get_mlx_executor()
+        assert fresh is not executor
+        job = as_if_of("omlx.engine.stt", "_next_chunk", lambda: turn.held())
+        assert fresh.submit(job).result(PATIENCE_S) is True
+    finally:
+        module._global_mlx_executor.shutdown()
+        module._global_mlx_executor = executor
+
+
+# --- the census -----------------------------------------------------------------------------
+
+#: Jobs of the global executor that are no GPU work of requests: loads and closing.
+LOADS = {
+    "_calibrate_components_sync",
+    "_enable_ane_prefill",
+    "_load_draft",
+    "_load_drafter_sync",
+    "_load_model_sync",
+    "_load_models",
+    "_load_sync",
+    "_load_vlm_sync",
+    "apply_qwen35_moe_gate_up_fusion",
+    "close",
+    "free_t5_biases",
+    "load",
+    "materialize_lazy_state",
+}
+
+
+def _sources(config: pytest.Config) -> list[Path]:
+    return [standin.PATH, *(Path(source) for source in config.getoption("--omlx-src"))]
+
+
+def _jobs_of(root: Path) -> dict[tuple[str, str], int]:
+    """Every function that the source hands to the global executor."""
+    found: dict[tuple[str, str], int] = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "run_in_executor"
+                and ast.unparse(node.args[0]) == "get_mlx_executor()"
+            ):
+                job = node.args[1]
+                if isinstance(job, ast.Lambda):
+                    body = ast.unparse(job)
+                    name = "clear" if "clear_cache" in body else body
+                else:
+                    name = ast.unparse(job).rpartition(".")[2]
+                found[path.stem, name] = node.lineno
+    return found
+
+
+def test_every_job_of_the_global_executor_is_known(pytestconfig: pytest.Config) -> None:
+    # The stand-in's speech engines borrow an embedder: its census says nothing.
+    sources = _sources(pytestconfig)[1:]
+    if not sources:
+        pytest.skip("needs a real oMLX: --omlx-src DIR")
+    for source in sources:
+        root = find(source).root
+        unknown = {
+            f"{module}.py:{line} {name}"
+            for (module, name), line in _jobs_of(root).items()
+            if (module, name) not in gpu_jobs.JOBS
+            and (None, name) not in gpu_jobs.JOBS
+            and name not in LOADS
+            # Audio files are decoded there, on the CPU.
+            and name not in ("clear", "lambda: _load_audio_samples(audio_path)")
+        }
+        assert unknown == set(), f"{source}: neither covered nor a load"
+
+
+def test_the_list_of_sites_names_every_treatment() -> None:
+    names = {site.name for site in gpu_sites.SITES if site.covered}
+    assert {t.site for t in gpu_jobs.JOBS.values()} <= names
+    assert all(site.note for site in gpu_sites.SITES)
+
+
+def test_the_list_of_sites_of_one_omlx_leaves_out_what_it_lacks(
+    pytestconfig: pytest.Config,
+) -> None:
+    found = {s.name for s in gpu_sites.present(Source(find(_sources(pytestconfig)[-1])))}
+    assert "decode burst" in found
+    assert "keep-warm" not in found
+    assert "keep-warm" in {s.name for s in gpu_sites.present(None)}
