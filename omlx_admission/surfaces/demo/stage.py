@@ -24,8 +24,8 @@ LEAST_STREAM_S = 1.8
 #: Label of that stream.
 STREAM = "A streams"
 
-#: Tokens of a short answer.
-SHORT = 8
+#: Tokens of a short answer, and of the one that shows the speed of decoding.
+SHORT, LONG = 8, 160
 
 #: Seconds for the server to get back to "A resident, nothing else".
 _SETTLE_S = 20.0
@@ -126,11 +126,10 @@ class Stage:
         self.measures.alone = statistics.median(a.seconds for a in short[1:])
         if not self.measures.tokens:
             # The best of three: a disturbance only ever makes it slower.
-            many = 160
-            long = [await self.client.chat(models.A.name, tokens=many) for _ in range(3)]
-            seconds = min(a.seconds for a in long) - min(a.seconds for a in short[1:])
-            rate = (many - SHORT) / max(0.01, seconds)
-            self.measures.tokens = min(20_000, max(64, int(STREAM_S * rate)))
+            long = [await self.client.chat(models.A.name, tokens=LONG) for _ in range(3)]
+            self.measures.tokens = stream_tokens(
+                min(a.seconds for a in short[1:]), min(a.seconds for a in long)
+            )
 
     async def beside_stream(self, *others: Coroutine[None, None, Answer]) -> None:
         """The long stream on A, and ``others`` at the same time.
@@ -160,6 +159,12 @@ class Stage:
             else:
                 return
         raise StageError("the server did not get back to A resident and nothing else")
+
+
+def stream_tokens(short_s: float, long_s: float) -> int:
+    """Tokens of a stream that lasts STREAM_S, from the seconds of a short and a long answer."""
+    rate = (LONG - SHORT) / max(0.01, long_s - short_s)
+    return min(20_000, max(64, int(STREAM_S * rate)))
 
 
 def outcome(answer: Answer) -> str:

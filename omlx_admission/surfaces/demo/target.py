@@ -58,6 +58,8 @@ def find(source: Path | None, python: Path | None, base: Path) -> Target:
     answer = _probe(interpreter, source, base)
     if answer["missing"]:
         raise CommandError(missing_text(answer["missing"], interpreter))
+    if answer["root"] is None and source is not None:
+        raise CommandError(f"--omlx-src {source}: {answer['problem']}")
     if answer["root"] is None and python is not None:
         raise CommandError(
             f"--omlx-python {python}: {answer['problem']}; name its folder with --omlx-src"

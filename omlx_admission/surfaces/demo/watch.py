@@ -77,7 +77,7 @@ class Watch:
         except (httpx.HTTPError, ValueError, KeyError):
             return None
         loading = frozenset(m["id"] for m in models if m["is_loading"])
-        loaded = frozenset(m["id"] for m in models if m["loaded"]) - loading
+        loaded = frozenset(m["id"] for m in models if m["loaded"])
         sample = Sample(self.clock(), loaded, loading)
         self.samples.append(sample)
         return sample
