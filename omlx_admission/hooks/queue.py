@@ -85,7 +85,7 @@ class QueueHooks:
                 # Only where the resident path is off: stock hands it out, locked.
                 ask = None
             else:
-                ask = self._ask(port, model_id, force_lm, lease, runtime_settings)
+                ask = self._ask(port, model_id, force_lm, runtime_settings)
         except Exception as error:
             if faults.is_omlx(error):
                 raise
@@ -98,7 +98,7 @@ class QueueHooks:
         except QueueBroken:
             return await wrapped(*args, **kwargs)
         if not lease:
-            resident.hold_for_request(pool, model_id)
+            resident.keep_for_request(pool, model_id)
         return engine
 
     def _open(self, pool: Any, state: PoolState, wrapped: Any) -> Admission:
@@ -111,9 +111,10 @@ class QueueHooks:
         port: OmlxPool,
         model_id: str,
         force_lm: bool,
-        lease: bool,
         runtime_settings: object | None,
     ) -> Ask:
+        """The question to the queue. Always with a lease: whoever wanted none gives it back
+        where that cannot come between the hand-out and the first use."""
         port.hopeless(model_id)
         arguments: dict[str, Any] = {"model_id": model_id}
         if force_lm:
@@ -123,7 +124,7 @@ class QueueHooks:
         return Ask(
             port.target(model_id, force_lm, runtime_settings),
             port.size(model_id, force_lm, runtime_settings),
-            lease,
+            True,
             arguments,
         )
 

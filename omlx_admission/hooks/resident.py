@@ -142,11 +142,18 @@ def hold_for_request(pool: Any, model_id: str) -> None:
     Speech, load and validation calls are handed an engine that anybody may
     evict before its first use (B12). Outside a request nothing is held.
     """
+    if _hold_unleased and requests.current.get() is not None:
+        pool._entries[model_id].in_use += 1
+        keep_for_request(pool, model_id)
+
+
+def keep_for_request(pool: Any, model_id: str) -> None:
+    """Pass a lease that the caller did not ask for to its request, or give it back."""
     request = requests.current.get()
-    if request is None or request.ended or not _hold_unleased:
-        return
-    pool._entries[model_id].in_use += 1
-    request.at_end(lambda: give_back(pool, model_id))
+    if _hold_unleased and request is not None and not request.ended:
+        request.at_end(lambda: give_back(pool, model_id))
+    else:
+        give_back(pool, model_id)
 
 
 _hold_unleased = False

@@ -97,6 +97,7 @@ class Admission:
             )
         )
         self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._loads: dict[Target, asyncio.Task[None]] = {}
         self._shortages: dict[Target, Exception] = {}
@@ -114,6 +115,7 @@ class Admission:
             Exception: the pool's own error of a failed load or a permanent refusal,
                 or the port's refusal (wait budget spent, queue full, shutting down).
         """
+        self._loop = asyncio.get_running_loop()
         request = requests.current.get()
         if self.broken:
             raise QueueBroken
@@ -139,9 +141,13 @@ class Admission:
             self.step()
 
     def changed(self) -> None:
-        """Something in the pool changed (a load, an unload, a rescan)."""
-        if self.policy.waiting:
+        """Something in the pool changed (a load, an unload, a rescan). From any thread."""
+        if self._loop is None or not self.policy.waiting:
+            return
+        if asyncio._get_running_loop() is self._loop:
             self.step()
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.step)
 
     def shut_down(self) -> None:
         """End every wait; requests that come later are refused."""
