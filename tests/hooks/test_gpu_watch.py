@@ -1,0 +1,369 @@
+"""Exposure, faults, replays and the way out of the penalty box."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omlx_admission.hooks import gpu_watch
+from omlx_admission.policy.gpu_faults import GpuFault
+from omlx_admission.runtime import exposure_file
+from omlx_admission.runtime.exposure_file import ExposureRecorder, Versions
+from omlx_admission.runtime.gpu_watch import GpuFaultError, Watch, watch
+
+from .conftest import run
+from .gpu_rig import installed
+from .test_gpu_engine import Bench, _until, bench, fail, scenario  # noqa: F401
+
+IGNORED = (
+    "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU "
+    "errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"
+)
+VICTIM = (
+    "[METAL] Command buffer execution failed: Discarded (victim of GPU error/recovery) "
+    "(00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The one watch of the process, as if nothing had happened yet."""
+    for name, value in vars(Watch()).items():
+        if name not in ("_lock", "clock"):
+            monkeypatch.setattr(watch, name, value)
+    yield
+    if watch.recorder is not None:
+        watch.recorder.close()
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> ExposureRecorder:
+    made = ExposureRecorder(tmp_path / "ledger.jsonl", Versions("1", "2", "3", "4"))
+    watch.recorder = made
+    return made
+
+
+def exposure_only(**more: Any) -> Any:
+    return pytest.mark.parametrize("bench", [{"exposure": True, **more}], indirect=True)
+
+
+@exposure_only()
+def test_an_engine_is_busy_from_its_first_request_to_its_last(
+    bench: Bench,  # noqa: F811
+    recorder: ExposureRecorder,
+) -> None:
+    async def test() -> None:
+        a, b = bench.core("a"), bench.core("b")
+        seen: list[set[str]] = []
+        a.scheduler.script.append(lambda: seen.append(set(watch.busy_now)))
+        await a.start()
+        await b.start()
+        await bench.generate(a)
+        assert seen == [{"a"}]
+        assert watch.busy_now == {}
+        await asyncio.gather(bench.generate(a), bench.generate(b))
+        assert watch.busy_now == {}
+
+    scenario(bench, test)
+    total = recorder.totals()
+    assert total.names() == {"a", "b"}
+    assert total.hours(busy=1, serialised=False) > 0
+
+
+@exposure_only()
+def test_a_request_of_32k_tokens_counts_as_long(
+    bench: Bench,  # noqa: F811
+    recorder: ExposureRecorder,
+) -> None:
+    async def test() -> None:
+        a = bench.core("a")
+        await a.start()
+
+        def grow() -> None:
+            for request in a.scheduler.running.values():
+                request.num_prompt_tokens = 32768
+
+        a.scheduler.script.append(grow)
+        await bench.generate(a, 3)
+
+    scenario(bench, test)
+    assert recorder.totals().hours(busy=1, serialised=False, long=1) > 0
+
+
+@exposure_only()
+def test_the_sweep_finds_an_engine_whose_request_was_aborted(
+    bench: Bench,  # noqa: F811
+) -> None:
+    async def test() -> None:
+        a = bench.core("a")
+        a.scheduler.add_request(_request())
+        a._step_burst()
+        assert set(watch.busy_now) == {"a"}
+        a.scheduler.abort_request("r")
+        a._last_reap = 0.0
+        a._reap_orphaned_collectors(1e9)
+        assert watch.busy_now == {}
+        a.scheduler.add_request(_request())
+        a._step_burst()
+        assert set(watch.busy_now) == {"a"}
+
+    scenario(bench, test)
+    assert watch.busy_now == {}, "a closed engine is busy no longer"
+
+
+def _request() -> Any:
+    from omlx.request import Request, SamplingParams
+
+    return Request("r", "x", SamplingParams(max_tokens=100))
+
+
+@exposure_only()
+def test_a_fault_that_omlx_swallowed_is_counted_from_the_requests_error(
+    bench: Bench,  # noqa: F811
+    recorder: ExposureRecorder,
+) -> None:
+    def reports(text: str) -> Any:
+        from omlx.request import RequestOutput
+        from omlx.scheduler import SchedulerOutput
+
+        output = SchedulerOutput()
+        output.outputs.append(
+            RequestOutput(request_id="r", finished=True, finish_reason="error", error=text)
+        )
+        return output
+
+    async def test() -> None:
+        a = bench.core("a")
+        a.scheduler.step = lambda: reports(VICTIM)
+        a._step_burst()
+        a.scheduler.step = lambda: reports(f"prompt too long: {IGNORED}")
+        a._step_burst()
+
+    scenario(bench, test)
+    assert list(watch.faults) == [("a", GpuFault.INNOCENT_VICTIM)]
+    assert {fault for fault, _e, _c in recorder.totals().faults} == {GpuFault.INNOCENT_VICTIM}
+
+
+@exposure_only()
+def test_omlx_own_errors_pass_as_they_are(bench: Bench) -> None:  # noqa: F811
+    async def test() -> None:
+        a = bench.core("a")
+        error = RuntimeError("of oMLX")
+
+        def step() -> None:
+            raise error
+
+        a.scheduler.script.append(step)
+        with pytest.raises(RuntimeError) as caught:
+            a._step_burst()
+        assert caught.value is error
+
+    scenario(bench, test)
+    assert watch.faults == {}
+
+
+class TestLockout:
+    """A process that the driver ignores ends itself, and only such a one."""
+
+    @pytest.fixture
+    def exits(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        import omlx.utils.fatal as fatal
+
+        reasons: list[str] = []
+        monkeypatch.setattr(fatal, "fatal_exit", lambda reason: reasons.append(reason))
+        return reasons
+
+    @exposure_only(exit_on_gpu_lockout=True)
+    def test_an_error_of_the_work_ends_it(
+        self,
+        bench: Bench,  # noqa: F811
+        exits: list[str],
+        recorder: ExposureRecorder,
+    ) -> None:
+        async def test() -> None:
+            a = bench.core("a")
+            a.scheduler.script.append(fail(IGNORED))
+            with pytest.raises(GpuFaultError):
+                a._step_burst()
+
+        scenario(bench, test)
+        assert len(exits) == 1
+        assert "SubmissionsIgnored" in exits[0]
+        lines = exposure_file.read(recorder._file.path).lines
+        assert any(line.record.faults for line in lines), "written before the end"
+
+    @exposure_only(exit_on_gpu_lockout=True)
+    def test_an_error_that_a_cache_clear_swallows_ends_it(
+        self,
+        bench: Bench,  # noqa: F811
+        exits: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        import mlx.core as mx
+
+        wrapper: Any = mx.synchronize
+
+        def synchronize(*stream: Any) -> None:
+            if stream:
+                raise RuntimeError(IGNORED)
+
+        monkeypatch.setattr(wrapper, "__wrapped__", synchronize)
+        # It raises nothing here: stock swallows the error of the stream it was given.
+        bench.module._sync_and_clear_cache(mx.default_stream(mx.default_device()))
+        assert len(exits) == 1
+
+    @pytest.mark.parametrize("bench", [{"exit_on_gpu_lockout": True}], indirect=True)
+    def test_without_the_ledger_it_works_too(
+        self,
+        bench: Bench,  # noqa: F811
+        exits: list[str],
+    ) -> None:
+        async def test() -> None:
+            a = bench.core("a")
+            a.scheduler.script.append(fail(IGNORED))
+            with pytest.raises(GpuFaultError):
+                a._step_burst()
+
+        scenario(bench, test)
+        assert len(exits) == 1
+
+    @exposure_only(exit_on_gpu_lockout=False)
+    def test_switched_off_it_goes_on(
+        self,
+        bench: Bench,  # noqa: F811
+        exits: list[str],
+    ) -> None:
+        async def test() -> None:
+            a = bench.core("a")
+            a.scheduler.script.append(fail(IGNORED))
+            with pytest.raises(GpuFaultError):
+                a._step_burst()
+
+        scenario(bench, test)
+        assert exits == []
+        assert list(watch.faults) == [("a", GpuFault.SUBMISSIONS_IGNORED)]
+
+    @exposure_only(exit_on_gpu_lockout=True)
+    @pytest.mark.parametrize(
+        "error",
+        [
+            RuntimeError(f"no chat template fits: {IGNORED}"),
+            ValueError(IGNORED),
+            RuntimeError(VICTIM),
+        ],
+    )
+    def test_nothing_else_ends_it(
+        self,
+        bench: Bench,  # noqa: F811
+        exits: list[str],
+        error: Exception,
+    ) -> None:
+        async def test() -> None:
+            a = bench.core("a")
+
+            def step() -> None:
+                raise error
+
+            a.scheduler.script.append(step)
+            with pytest.raises(type(error)):
+                a._step_burst()
+
+        scenario(bench, test)
+        watch.saw_text(IGNORED, "a")
+        assert exits == []
+
+
+class TestReplays:
+    """`_reconcile_mtp_to_standard` computes committed history again."""
+
+    @pytest.fixture
+    def module(self) -> Iterator[Any]:
+        name = gpu_watch.MTP
+        module = types.ModuleType(name)
+        before = sys.modules.get(name)
+        sys.modules[name] = module
+        yield module
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+
+    def test_each_one_is_logged_at_info_and_counted(
+        self, module: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        answers = iter([True, False])
+        module._reconcile_mtp_to_standard = lambda _batch, _state: next(answers)
+        batch = types.SimpleNamespace(tokens=[list(range(111_000))])
+        with (
+            caplog.at_level(logging.INFO, "omlx.admission"),
+            installed("omlx.engine_core", module.__name__, exposure=True),
+        ):
+            assert module._reconcile_mtp_to_standard(batch, None) is True
+            assert module._reconcile_mtp_to_standard(batch, None) is False
+        lines = [r.getMessage() for r in caplog.records if "reconcile" in r.getMessage()]
+        assert "replayed 111000 tokens" in lines[0]
+        assert lines[1].endswith("and failed")
+        assert (watch.replays.count, watch.replays.tokens) == (2, 222_000)
+        assert watch.replays.failed == 1
+
+    def test_its_own_error_passes(self, module: Any) -> None:
+        def broken(_batch: Any, _state: Any) -> bool:
+            raise KeyError("of oMLX")
+
+        module._reconcile_mtp_to_standard = broken
+        with (
+            installed("omlx.engine_core", module.__name__, exposure=True),
+            pytest.raises(KeyError),
+        ):
+            module._reconcile_mtp_to_standard(types.SimpleNamespace(tokens=[[1]]), None)
+        assert watch.replays.count == 1
+
+
+class TestLedger:
+    """The ledger begins with the server and ends with it."""
+
+    def test_it_begins_under_the_base_path_and_ends_in_good_order(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings = types.SimpleNamespace(base_path=tmp_path)
+        server = types.SimpleNamespace(
+            _server_state=types.SimpleNamespace(global_settings=settings)
+        )
+        monkeypatch.setitem(sys.modules, gpu_watch.SERVER, server)
+        assert gpu_watch.init_server(lambda: "made", None, (), {}) == "made"
+        first = watch.recorder
+        assert first is not None
+        gpu_watch.begin()
+        assert watch.recorder is first
+
+        async def pool_shutdown() -> str:
+            return "down"
+
+        async def test() -> None:
+            assert await gpu_watch.shutdown(pool_shutdown, None, (), {}) == "down"
+
+        run(test)
+        lines = exposure_file.read(tmp_path / exposure_file.FILE_NAME).lines
+        assert sum(line.starts for line in lines) == 1
+        assert sum(line.stops for line in lines) == 1
+        from omlx._version import __version__
+
+        assert {line.versions.omlx for line in lines} == {__version__}
+        assert all(line.versions.mlx and line.versions.os for line in lines)
+
+    def test_a_server_without_a_base_path_keeps_none(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for state in (None, types.SimpleNamespace(global_settings=None)):
+            monkeypatch.setitem(
+                sys.modules, gpu_watch.SERVER, types.SimpleNamespace(_server_state=state)
+            )
+            gpu_watch.begin()
+        assert watch.recorder is None
