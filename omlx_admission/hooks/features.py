@@ -145,6 +145,12 @@ PARTS: tuple[Part, ...] = (
         ),
     ),
     Part("resident", resident.POOL, lambda m, ledger, _w: resident.apply_outer(m, ledger)),
+    Part(
+        "queue",
+        queue.UVICORN,
+        lambda m, ledger, _w: queue.apply_uvicorn(m, ledger),
+        optional=True,
+    ),
     Part("leases", resident.POOL, lambda _m, ledger, _w: resident.hold_unleased(ledger)),
     Part("requests", requests.SERVER, lambda m, ledger, _w: requests.apply(m, ledger)),
     Part("gpu_setting", gpu_setting.MODULE, lambda m, ledger, _w: gpu_setting.apply(m, ledger)),

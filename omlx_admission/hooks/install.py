@@ -21,6 +21,9 @@ from omlx_admission.settings import Settings
 
 logger = logging.getLogger("omlx.admission")
 
+#: The last of oMLX's modules that a server imports.
+_LAST = "omlx.server"
+
 
 class State(enum.Enum):
     """What became of a feature."""
@@ -119,6 +122,17 @@ class Installer:
                 if part.module == module.__name__:
                     self._apply(part, module)
         self._strict()
+        if module.__name__ == _LAST:
+            self._say_active()
+
+    def _say_active(self) -> None:
+        """One line in the server's own log, which is set up by now."""
+        applied = [
+            v.feature.name for v in self.report.verdicts if v.state is State.APPLIED
+        ]
+        found = self.report.found
+        if applied and found is not None:
+            logger.info("admission: active on oMLX %s: %s", found.version, ", ".join(applied))
 
     def _apply(self, part: Part, module: Any) -> None:
         name = part.feature

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
 from omlx_admission.hooks import faults, resident
@@ -14,6 +16,8 @@ from omlx_admission.runtime.port import Ask
 from omlx_admission.settings import Settings
 
 POOL = resident.POOL
+SERVER = "omlx.server"
+UVICORN = "uvicorn.server"
 _EXCEPTIONS = "omlx.exceptions"
 
 NEEDS = (
@@ -188,6 +192,24 @@ class QueueHooks:
         if admission is not None:
             admission.shut_down()
         return await wrapped(*args, **kwargs)
+
+
+async def server_shutdown(wrapped: Any, server: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse who waits before the server waits for open connections, which they are."""
+    try:
+        pool = getattr(getattr(sys.modules.get(SERVER), "_server_state", None), "engine_pool", None)
+        admission = state_of(pool).admission if pool is not None else None
+        if admission is not None:
+            admission.shut_down()
+    except Exception as error:  # noqa: BLE001 - the server must end whatever we do
+        faults.note("the end of the queue", error)
+    return await wrapped(*args, **kwargs)
+
+
+def apply_uvicorn(module: Any, ledger: Ledger) -> None:
+    """Wrap the shutdown of the HTTP server that oMLX runs in."""
+    if inspect.iscoroutinefunction(getattr(module.Server, "shutdown", None)):
+        ledger.wrap(module, "Server.shutdown", server_shutdown)
 
 
 def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) -> None:
