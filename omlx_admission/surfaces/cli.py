@@ -19,6 +19,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "omlx_admission.surfaces.demo",
         "stock and patched side by side on three tiny models",
     ),
+    "top": (
+        "omlx_admission.surfaces.top",
+        "follow a running server: who is loaded, who waits and why",
+    ),
     "report": (
         "omlx_admission.surfaces.report",
         "GPU exposure and lockups counted so far, and what they prove about turns",

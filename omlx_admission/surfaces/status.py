@@ -21,6 +21,7 @@ from omlx_admission.policy.model import Swap as Transition
 from omlx_admission.runtime.facts import CacheBudget, Facts, Registered
 from omlx_admission.runtime.observe import Observer, Progress
 from omlx_admission.surfaces import queue_view
+from omlx_admission.surfaces.summary import summary
 
 SCHEMA = 1
 
@@ -102,6 +103,7 @@ def build(facts: Facts, observer: Observer, *, timeline: bool = False) -> dict[s
         policy, now = facts.admission.policy, facts.admission.now()
         document["swap"] = _transition(policy, policy.swap, now)
         document["beside"] = _transition(policy, policy.side, now)
+    document["summary"] = summary(document)
     document |= observer.sections()
     if timeline:
         document["timeline"] = observer.timeline()
