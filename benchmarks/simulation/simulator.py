@@ -62,7 +62,7 @@ class Simulator:
         max_queue: int = 100_000,
         never_refuse: bool = False,
         strict: bool = True,
-        polls: bool = True,
+        polls: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.specs = {s.name: s for s in specs}

@@ -13,11 +13,17 @@ fewest swaps) until another model has been waited for W seconds. Then
 its gate closes: new requests for it queue, it drains, and the swap goes to the
 model that was waited for longest. That bounds every wait by
 ``W + R + (M-2)(S + ceil(q/C) R) + S`` with R the longest residual of a running
-request, S the swap, M models, q waiters and C slots a model. An idle model is
-given up at once, unless it has shown that it comes back within h seconds; then
-it is kept for h. A decision to swap stands: it is withdrawn only when its last
-waiter leaves, or when the drain has run into its limit, because an engine that
-never becomes idle must not hold everybody for ever.
+request, S the swap, M models, q waiters and C slots a model.
+
+Where n models wait they share W: a gate closes when the oldest demand is W/n old
+and the loaded model has had a turn of W/n since its load. Else the second in
+line becomes due while the first still loads, and the swap to the first buys a
+single request. Nobody's turn outlasts the W of another, so the bound stands.
+
+An idle model is given up at once, unless models have shown lately that they come
+back within h seconds; then it is kept for h. A decision to swap stands: it is
+withdrawn only when its last waiter leaves, or when the drain has run into its
+limit, because an engine that never becomes idle must not hold everybody for ever.
 """
 
 from __future__ import annotations
@@ -114,6 +120,7 @@ class AdmissionPolicy:
         self._demands: dict[Target, tuple[float, float]] = {}
         self._no_drain_before: dict[Target, float] = {}
         self._sizes: dict[str, int] = {}
+        self._loaded_at: dict[str, float] = {}
         self._linger = Linger(self._linger_of)
 
     # -- what is known ------------------------------------------------------
@@ -247,6 +254,7 @@ class AdmissionPolicy:
         swap = self._end_load(target)
         self.estimates.saw_swap(target.model, now - swap.load_started)
         self._linger.idle(target.model, now)
+        self._loaded_at[target.model] = now
         return self._take_all(target, Outcome.GRANTED)
 
     def load_refused(self, target: Target, now: float) -> None:
@@ -282,6 +290,8 @@ class AdmissionPolicy:
         actions: list[Action] = []
         self._linger.observe(view, now)
         self._marked &= view.models.keys()  # whoever left memory took its mark along
+        for gone in self._loaded_at.keys() - view.models.keys():
+            del self._loaded_at[gone]
         self._refuse_hopeless(view, actions)
         self._review_swap(view, now, actions)
         overdue = self._overdue(view, now)
@@ -323,13 +333,14 @@ class AdmissionPolicy:
             # Somebody else has loaded it; it was first in line, so it is served.
             self.swap = None
             actions.append(Grant(swap.target, self._take_all(swap.target, Outcome.GRANTED)))
-        elif now - swap.started >= self.dials.drain_limit:
+        elif now >= swap.started + self.dials.drain_limit:
             # Its victims serve again for as long as they would have before.
             self._no_drain_before[swap.target] = now + self._age_of(swap.target)
             self.swap = None
 
     def _overdue(self, view: PoolView, now: float) -> Target | None:
-        """The target that has been wanted for W seconds, and longest; or None."""
+        """The target that may end lingers and close gates now: wanted long enough."""
+        share = self._sharing(view)
         for target in self.targets:
             queue = self._queues[target]
             if self._is_loading(target) or target in view.ready:
@@ -338,9 +349,30 @@ class AdmissionPolicy:
                 continue
             if now < self._no_drain_before.get(target, now):
                 continue
-            if now - queue.since >= self._age_of(target):
+            if now >= queue.since + self.dials.share(self._age_of(target), share):
                 return target
         return None
+
+    def _sharing(self, view: PoolView) -> int:
+        """How many targets wait for a swap."""
+        return sum(1 for t in self._queues if t not in view.ready and not self._is_loading(t))
+
+    def _in_turn(self, target: Target, view: PoolView, now: float) -> dict[str, float]:
+        """Models that ``target`` must let serve on, and until when: loaded lately, in use."""
+        age = self._age_of(target)
+        hard = self._queues[target].since + age
+        if now >= hard:
+            return {}
+        turn = self.dials.share(age, self._sharing(view))
+        decided = self.swap.victims if self.swap is not None else ()
+        kept: dict[str, float] = {}
+        for model in view.models.values():
+            if model.model in decided:
+                continue
+            end = min(self._loaded_at.get(model.model, now - turn) + turn, hard)
+            if end > now and (model.busy or self._linger.until(model, now) is not None):
+                kept[model.model] = end
+        return kept
 
     def _grant_ready(
         self, view: PoolView, overdue: Target | None, now: float, actions: list[Action]
@@ -367,7 +399,8 @@ class AdmissionPolicy:
                 if target == overdue:
                     return  # a short pause; nobody takes its room meanwhile
                 continue
-            wish = self._plan(target, view, now)
+            keep = self._in_turn(target, view, now) if target == overdue else ()
+            wish = self._plan(target, view, now, keep)
             if wish.kind is not PlanKind.SETTLE:
                 queue.settling_since = None
             elif queue.settling_since is None:
@@ -387,7 +420,7 @@ class AdmissionPolicy:
                 return
             if (
                 queue.settling_since is not None
-                and now - queue.settling_since < _PATIENCE_SETTLE_S
+                and now < queue.settling_since + _PATIENCE_SETTLE_S
             ):
                 return  # its room is on its way: nobody takes it
 
@@ -469,7 +502,11 @@ class AdmissionPolicy:
                 closed.update(load.victims)
                 later = after(later, load.target, load.size, load.victims)
         if overdue is not None and (self.swap is None or self.swap.target != overdue):
-            closed.update(self._plan(overdue, later, now).victims)
+            keep = set(self._in_turn(overdue, view, now))
+            if now < self._queues[overdue].since + self._age_of(overdue):
+                # What loads now has its turn before it.
+                keep.update(load.target.model for load in self._loads())
+            closed.update(self._plan(overdue, later, now, keep).victims)
         return frozenset(closed)
 
     def _plan(
@@ -515,10 +552,14 @@ class AdmissionPolicy:
         times += [self._load_limit(load) for load in loads if not load.cancelled]
         if self.swap is not None and not self.swap.loading:
             times.append(self.swap.started + self.dials.drain_limit)
+        share = self._sharing(view)
         for target, queue in self._queues.items():
             if self._is_loading(target) or target in view.ready:
                 continue
-            times.append(queue.since + self._age_of(target))
+            age = self._age_of(target)
+            times.append(queue.since + self.dials.share(age, share))
+            times.append(queue.since + age)
+            times += self._in_turn(target, view, now).values()
             times.append(self._no_drain_before.get(target, now))
             if loads:
                 continue
