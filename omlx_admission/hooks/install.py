@@ -219,7 +219,9 @@ def _lines(report: Report) -> Iterable[str]:
     if report.problem is not None:
         yield f"not active, oMLX runs stock: {report.problem}"
         return
-    for verdict in report.verdicts:
-        if verdict.state is State.REFUSED:
-            reasons = "; ".join(verdict.reasons)
-            yield f"'{verdict.feature.name}' is off, oMLX runs stock there: {reasons}"
+    refused = [v for v in report.verdicts if v.state is State.REFUSED]
+    if refused:
+        # Features share needs: one changed name is one line, not one a feature.
+        names = ", ".join(v.feature.name for v in refused)
+        reasons = "; ".join(dict.fromkeys(r for v in refused for r in v.reasons))
+        yield f"off, oMLX runs stock there: {names}: {reasons}"

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import shutil
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
+
+from .conftest import Omlx
 
 Serve = Callable[..., Server]
 
@@ -221,3 +227,61 @@ def test_switched_off_it_is_stock(serve: Serve) -> None:
     assert stream.ok
     assert for_b.status == 507
     assert "admission:" not in server.log
+
+
+def test_a_server_that_ends_refuses_who_waits_and_finishes_who_runs(serve: Serve) -> None:
+    server = serve(load_s=0.3)
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        await client.chat("a")
+
+        async def end() -> None:
+            await asyncio.sleep(1.0)
+            os.kill(server.pid, signal.SIGTERM)
+
+        stream, for_b, _ = await asyncio.gather(
+            client.chat("a", tokens=LONG, stream=True), client.chat("b", delay=0.3), end()
+        )
+        return [stream, for_b]
+
+    stream, for_b = asyncio.run(scenario())
+    assert stream.ok, stream
+    assert for_b.status == 503
+    assert json.loads(for_b.body)["error"]["code"] == "shutting_down"
+    assert for_b.ended < stream.ended
+
+
+@pytest.mark.parametrize("change", ["signature", "version"])
+def test_an_unknown_omlx_runs_stock_and_says_so(
+    omlx: Omlx, models: Path, tmp_path: Path, change: str
+) -> None:
+    source = tmp_path / "changed"
+    ignored = shutil.ignore_patterns("eval", "__pycache__")
+    shutil.copytree(omlx.source / "omlx", source / "omlx", ignore=ignored)
+    if change == "signature":
+        path, old, new = (
+            "engine_pool.py",
+            "force_lm: bool = False,",
+            "force_lm: int = 0, *, z=0,",
+        )
+        # Only the pool's own method is changed; its callers pass keywords.
+        text = (source / "omlx" / path).read_text()
+        head, _, tail = text.partition("async def get_engine(")
+        assert old in tail
+        changed = head + "async def get_engine(" + tail.replace(old, new, 1)
+    else:
+        path = "_version.py"
+        changed = '__version__ = "9.0.0"\nSTANDIN = True\n'
+    (source / "omlx" / path).write_text(changed)
+    extra = {"python": omlx.python} if omlx.python else {}
+    plan = {"load_s": 0.1}
+    with Server(models, tmp_path / "base", True, source=source, plan=plan, **extra) as server:
+        assert asyncio.run(Client(server.url).chat("d")).ok
+        said = [line for line in server.log.splitlines() if "runs stock" in line]
+    assert len(said) == 1
+    if change == "version":
+        assert "oMLX 9.0.0 is outside the supported range" in said[0]
+    else:
+        assert "resident, queue, errors" in said[0]
+        assert "EnginePool.get_engine takes" in said[0]
