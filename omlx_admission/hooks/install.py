@@ -127,9 +127,7 @@ class Installer:
 
     def _say_active(self) -> None:
         """One line in the server's own log, which is set up by now."""
-        applied = [
-            v.feature.name for v in self.report.verdicts if v.state is State.APPLIED
-        ]
+        applied = [v.feature.name for v in self.report.verdicts if v.state is State.APPLIED]
         found = self.report.found
         if applied and found is not None:
             logger.info("admission: active on oMLX %s: %s", found.version, ", ".join(applied))

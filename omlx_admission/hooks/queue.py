@@ -197,7 +197,9 @@ class QueueHooks:
 async def server_shutdown(wrapped: Any, server: Any, args: Any, kwargs: Any) -> Any:
     """Refuse who waits before the server waits for open connections, which they are."""
     try:
-        pool = getattr(getattr(sys.modules.get(SERVER), "_server_state", None), "engine_pool", None)
+        pool = getattr(
+            getattr(sys.modules.get(SERVER), "_server_state", None), "engine_pool", None
+        )
         admission = state_of(pool).admission if pool is not None else None
         if admission is not None:
             admission.shut_down()

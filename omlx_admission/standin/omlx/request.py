@@ -45,6 +45,7 @@ class Request:
     arrival_time: float = field(default_factory=time.time)
     prompt_token_ids: list[int] | None = None
     num_prompt_tokens: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     #: Set once its prompt did not fit and an eviction was asked for on its behalf.
     eviction_tried: bool = False
