@@ -97,7 +97,7 @@ class Sample:
 
 
 def draining() -> Sample:
-    """``a`` finishes two requests for ``b``, for which three wait; a newcomer for ``a`` waits."""
+    """``a`` finishes two requests to make room for ``b``; a newcomer for ``a`` waits too."""
     sample = Sample()
     sample.resident("a", busy=True, leases=2)
     for i in range(3):

@@ -1,0 +1,254 @@
+"""The surfaces on the pool: what is read is true in every state, and nothing is locked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from omlx_admission.hooks import install, surfaces
+from omlx_admission.runtime import observe
+from omlx_admission.runtime.observe import Observer
+from omlx_admission.settings import Settings
+from omlx_admission.surfaces import status
+
+from .conftest import House, run, settle, until
+
+Make = Callable[..., House]
+VALIDATOR = jsonschema.Draft202012Validator(status.schema())
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch: pytest.MonkeyPatch) -> Observer:
+    fresh = Observer()
+    monkeypatch.setattr(observe, "observer", fresh)
+    return fresh
+
+
+def server(house: House) -> Any:
+    return SimpleNamespace(_server_state=SimpleNamespace(engine_pool=house.pool))
+
+
+def read(house: House) -> dict[str, Any]:
+    document = status.build(surfaces.facts(server(house)), observe.observer, timeline=True)
+    VALIDATOR.validate(json.loads(json.dumps(document)))
+    return document
+
+
+def states(house: House) -> dict[str, str]:
+    return {m["model"]: m["state"] for m in read(house)["models"] if m["state"] != "absent"}
+
+
+def test_a_swap_from_end_to_end(make_house: Make, seen: Observer) -> None:
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        assert states(house) == {}
+        assert not read(house)["queue"]["active"]
+        await house.get("a")
+        assert states(house) == {"a": "resident"}
+        assert read(house)["models"][0]["leases"] == 1
+        house.hold_loads = house.hold_unloads = True
+        task = house.ask("b")
+        await until(lambda: house.entry("a").pending_unload_reason is not None)
+        assert states(house) == {"a": "draining", "b": "queued"}
+        assert read(house)["swap"]["phase"] == "draining"
+        await house.release("a")
+        await until(lambda: "unload a" in house.events)
+        assert states(house) == {"a": "unloading", "b": "queued"}
+        await house.let_unload("a")
+        await until(lambda: house.entry("b").is_loading)
+        assert states(house) == {"b": "loading"}
+        document = read(house)
+        assert document["swap"]["phase"] == "loading"
+        assert document["models"][0]["progress"] is not None
+        assert document["memory"]["reserved_bytes"] > 0
+        await house.let_load("b")
+        await task
+        assert states(house) == {"b": "resident"}
+        swap = read(house)["swaps"][0]
+        assert (swap["target"], swap["victims"], swap["result"], swap["served"]) == (
+            "b",
+            ["a"],
+            "loaded",
+            1,
+        )
+        assert {kind for kind, _, _ in read(house)["timeline"]["states"]["a"]} == {
+            "loading",
+            "resident",
+            "draining",
+            "unloading",
+        }
+        await house.release("b")
+        assert seen.progress == {}
+        assert all(level.value == 0 for level in seen.levels.values())
+
+    run(test)
+
+
+def test_it_is_read_while_another_holds_the_lock(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        async with house.pool._lock:
+            assert states(house) == {"a": "resident"}
+
+    run(test)
+
+
+@pytest.mark.parametrize("outcome", ["expired", "cancelled", "refused", "failed"])
+def test_every_end_of_a_wait_is_counted_once(
+    outcome: str, make_house: Make, seen: Observer
+) -> None:
+    async def test() -> None:
+        house = make_house(max_wait_s=0.02 if outcome == "expired" else 30.0, max_age_s=100.0)
+        if outcome == "failed":
+            house.fail["b"] = RuntimeError("no weights")
+        else:
+            await house.get("a")
+        task = house.ask("x" if outcome == "refused" else "b")
+        await settle()
+        if outcome == "cancelled":
+            task.cancel()
+        with pytest.raises((Exception, asyncio.CancelledError)):
+            await task
+        counts = {key: w.count for key, w in seen.waits.items() if key[0] != "a"}
+        assert counts == {("x" if outcome == "refused" else "b", outcome): 1}
+        document = read(house)
+        assert document["queue"]["waiting"] == 0
+        codes = [r["code"] for r in document["refusals"]]
+        expected = {"expired": ["model_swap_timeout"], "refused": ["model_too_large"]}
+        assert codes == expected.get(outcome, [])
+        if outcome == "failed":
+            assert document["swaps"][0]["result"] == "failed"
+            assert document["totals"]["load_failures"] == 1
+            # The pool's own error may name files.
+            assert "no weights" not in json.dumps(document)
+        assert all(level.value == 0 for level in seen.levels.values())
+
+    run(test)
+
+
+def test_loads_and_unloads_of_others_are_seen_too(make_house: Make, seen: Observer) -> None:
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        await house.get("d")
+        await house.release("d")
+        async with house.pool._lock:
+            await house.pool._unload_engine("d")
+        assert seen.loads["d"].count == 1
+        assert seen.unloads["d"].count == 1
+        assert seen.eviction_age.count == 1
+        assert seen.swaps.maxlen
+        assert not seen.swaps, "no queue, no swap"
+        await house.pool._unload_engine("d")
+        assert seen.unloads["d"].count == 1, "there was nothing to unload"
+
+    run(test)
+
+
+def test_a_broken_queue_is_told(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        house.admission.broken = True
+        document = read(house)
+        assert [p["kind"] for p in document["health"]["problems"]] == ["queue"]
+
+    run(test)
+
+
+def test_the_cache_budget_is_checked_engine_by_engine(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        await house.get("d")
+        budget = SimpleNamespace(max_bytes=1000, _total_bytes=10)
+        house.pool._scheduler_config = SimpleNamespace(hot_cache_budget=budget)
+        for model, mine in (("a", budget), ("d", SimpleNamespace())):
+            scheduler = SimpleNamespace(config=SimpleNamespace(hot_cache_budget=mine))
+            house.entry(model).engine._engine = SimpleNamespace(
+                engine=SimpleNamespace(scheduler=scheduler)
+            )
+        cache = read(house)["cache"]
+        assert cache == {
+            "limit_bytes": 1000,
+            "used_bytes": 10,
+            "engines": 2,
+            "shared": 1,
+            "one_budget": False,
+        }
+
+    run(test)
+
+
+def fake_server() -> Any:
+    async def verify_api_key(request: Any, credentials: Any) -> bool:
+        return True
+
+    async def security(request: Any) -> None:
+        return None
+
+    return SimpleNamespace(
+        __name__="omlx.server",
+        app=SimpleNamespace(router=SimpleNamespace(routes=["stock"])),
+        init_server=lambda: "made",
+        verify_api_key=verify_api_key,
+        security=security,
+    )
+
+
+def wanted(**values: Any) -> Any:
+    return SimpleNamespace(settings=Settings(**values), features=frozenset({"queue"}))
+
+
+def test_the_routes_come_first_and_go_again(seen: Observer) -> None:
+    from omlx_admission.hooks.ledger import Ledger
+    from omlx_admission.runtime import request
+
+    module, ledger = fake_server(), Ledger()
+    surfaces.apply_server(module, ledger, wanted(stuck_s=7.0, max_wait_s=40.0))
+    assert [getattr(r, "path", r) for r in module.app.router.routes] == [
+        "/admission",
+        "/admission/status",
+        "/admission/status/schema",
+        "/admission/metrics",
+        "/admission/events",
+        "stock",
+    ]
+    assert (seen.stuck_s, seen.budget_s, request.queueing) == (7.0, 40.0, True)
+    assert set(seen.sections()) == {"gpu_turn", "exposure"}
+    assert module.init_server() == "made"
+    assert seen._watching is not None
+    ledger.undo()
+    assert module.app.router.routes == ["stock"]
+    assert seen.sections() == {}
+    assert seen._watching is None
+    assert not request.queueing
+
+
+def test_routes_that_cannot_be_added_cost_nothing_else(
+    seen: Observer, mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from omlx_admission.hooks import faults
+    from omlx_admission.hooks.ledger import Ledger
+    from omlx_admission.surfaces import routes
+
+    mocker.patch.object(faults, "_noted", set())
+    mocker.patch.object(routes, "make", side_effect=RuntimeError("no"))
+    module, ledger = fake_server(), Ledger()
+    surfaces.apply_server(module, ledger, wanted())
+    assert module.app.router.routes == ["stock"]
+    assert "routes of /admission failed" in caplog.text
+    ledger.undo()
+
+
+def test_it_can_be_off(make_house: Make) -> None:
+    report = install.decide(settings=Settings(surfaces=False))
+    verdict = report.verdict("surfaces")
+    assert verdict.state is install.State.OFF
+    assert verdict.reasons == ["OMLX_ADMISSION_SURFACES=0"]
