@@ -155,6 +155,8 @@ class Admission:
             return
         self._closing = True
         self._refuse_all(self.policy.shut_down(), self._shutting_down())
+        for model in self.policy.marked:
+            self.port.unmark(model)
         self.gated = self.policy.gated
         self._arm(None)
 
