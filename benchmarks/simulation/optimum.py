@@ -53,9 +53,7 @@ def fewest_swaps(arrivals: Sequence[Arrival], delay: Delay) -> int:
     never = float("-inf")
     # A state: the current model and, for every other one, when it was left last.
     # All states of one round are kept with their fewest swaps, dominated ones dropped.
-    states: dict[tuple[int, tuple[float, ...]], int] = {
-        (-1, tuple(never for _ in models)): 0
-    }
+    states: dict[tuple[int, tuple[float, ...]], int] = {(-1, tuple(never for _ in models)): 0}
     best: int | None = None
     while states:
         following: dict[tuple[int, tuple[float, ...]], int] = {}

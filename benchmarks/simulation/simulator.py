@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from benchmarks.simulation.world import Model, Policy, Request, World
+from benchmarks.simulation.world import LoadJob, Model, Policy, Request, World
 from omlx_admission.policy.model import Outcome, Target
 
 #: As in the runtime: how often it looks again while anybody waits, in seconds.
@@ -80,6 +80,7 @@ class Simulator:
             on_end=self._ended,
         )
         self.world.evicted = self._evicted
+        self.world.on_cancel = self._cancel_load
         self.load_result: Callable[[str], str] = lambda _model: "ok"
         self.load_seconds: Callable[[str], float] = lambda m: self.specs[m].load_s
         self.unload_seconds: Callable[[str], float] = lambda m: self.specs[m].unload_s
@@ -200,6 +201,18 @@ class Simulator:
         result = self.load_result(current.target.model)
         if result != "hang":
             self.world.end_load(result)
+
+    def _cancel_load(self, job: LoadJob) -> None:
+        def cancel() -> None:
+            if self.world.job is job:
+                self.world.cancel_load()
+
+        self.at(self.now, cancel)
+
+    @property
+    def pending(self) -> int:
+        """Events still to come."""
+        return len(self._heap)
 
     # -- time ---------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from omlx_admission.policy.model import (
     Action,
+    CancelLoad,
     Drain,
     Grant,
     Load,
@@ -180,9 +181,11 @@ class World:
     job: LoadJob | None = None
     log: list[tuple[float, str, str]] = field(default_factory=list)
     evicted: Callable[[str], None] = lambda _model: None
+    on_cancel: Callable[[LoadJob], None] = lambda _job: None
     _last_granted: dict[Target, int] = field(default_factory=dict)
     _view: PoolView | None = None
     closing: bool = False
+    _overhang: int = 0
 
     # -- what the pool looks like -------------------------------------------
 
@@ -279,6 +282,11 @@ class World:
         )
         if not joins:
             self.step()
+        loading = self.job is not None and self.job.target == target
+        if request.outcome is None and not joins and not loading:
+            view = self.view((target,))
+            if target not in view.ready and never_fits(target, model.size, view):
+                raise Broken(f"K2: {target} never fits, yet it waits")
         return request
 
     def finish(self, request: Request) -> None:
@@ -317,6 +325,9 @@ class World:
         self.closing = True
         for waiter in self.policy.shut_down():
             self._end(_request(waiter), Outcome.SHUT_DOWN)
+        for name in self.policy.marked:
+            if self.models[name].mark is Mark.OURS:
+                self.models[name].mark = None
 
     # -- the pool's own events ----------------------------------------------
 
@@ -425,8 +436,15 @@ class World:
         """A load that hung is cancelled by whoever drives the world."""
         job = self.job
         assert job is not None
-        self.models[job.target.model].loading = False
+        if job.stage == "loading":
+            self.models[job.target.model].loading = False
         self._refused()
+
+    def set_ceiling(self, ceiling: int) -> None:
+        """The enforcer moves the ceiling; what is loaded already stays for now."""
+        self.ceiling = ceiling
+        self._overhang = self.tracked()
+        self.changed()
 
     def _loaded(self, job: LoadJob) -> str:
         self.job = None
@@ -476,9 +494,12 @@ class World:
             return
         if self.policy.wake_at is not None and self.policy.wake_at <= self.now:
             return
-        actions = self.policy.step(self.view(self.policy.targets), self.now)
-        if actions:
-            raise Broken(f"K7: lost wake-up, nothing announced {actions}")
+        view = self.view(self.policy.targets)
+        for action in self.policy.step(view, self.now):
+            if not isinstance(action, Refuse):
+                raise Broken(f"K7: lost wake-up, nothing announced {action}")
+            # That a load in progress is pinned is seen at its end at the latest.
+            self._apply(action, view)
 
     def _apply(self, action: Action, view: PoolView) -> None:
         match action:
@@ -494,13 +515,17 @@ class World:
                         self.models[name].mark = None
             case Load(target, victims):
                 self._start_load(target, victims, view)
+            case CancelLoad(target):
+                if self.job is None or self.job.target != target:
+                    raise Broken(f"no load of {target} can be cancelled")
+                self.on_cancel(self.job)
             case Refuse(target, waiters, reason):
                 self._refuse(target, waiters, reason, view)
 
     def _mark(self, models: Sequence[str]) -> None:
         for name in models:
             m = self.models[name]
-            if not m.resident or m.pinned:
+            if not m.resident:
                 raise Broken(f"{name} cannot be drained")
             if m.mark is None:
                 m.mark = Mark.OURS
@@ -528,10 +553,10 @@ class World:
         for m in leaving:
             if m.busy or not m.resident or (m.pinned and m.name != target.model):
                 raise Broken(f"K4: {m.name} cannot be evicted now")
-        if any(m.loading for m in self.models.values()) and not self.max_models:
-            pass
         left = self.tracked() + self.hard_residue - sum(m.size for m in leaving)
-        if not self.never_refuse and self.ceiling and left + size > self.ceiling:
+        # Where nothing of ours is in the way the pool itself is asked.
+        asked = all(m.pinned for m in view.models.values())
+        if not (self.never_refuse or asked) and 0 < self.ceiling < left + size:
             raise Broken(f"K3: {target} would not fit after {list(victims)} left")
         count = len(view.models) - len(leaving) + 1
         if self.max_models and count > self.max_models:
@@ -568,8 +593,14 @@ class World:
     def check(self) -> None:
         """Raise :class:`Broken` where the state violates the contract."""
         policy = self.policy
-        if self.ceiling and not self.never_refuse and self.tracked() > self.ceiling:
-            raise Broken(f"K3: {self.tracked()} bytes of {self.ceiling}")
+        tracked = self.tracked()
+        self._overhang = min(self._overhang, tracked)
+        if (
+            self.ceiling
+            and not self.never_refuse
+            and tracked > max(self.ceiling, self._overhang)
+        ):
+            raise Broken(f"K3: {tracked} bytes of {self.ceiling}")
         held = [m for m in self.models.values() if m.holds_memory]
         if self.max_models and len(held) > self.max_models:
             raise Broken(f"K3: {len(held)} models, {self.max_models} allowed")
@@ -587,7 +618,8 @@ class World:
         if policy.gated:
             self._check_gates()
         if not policy.waiting and not loads:
-            if policy.gated or policy.marked & {m.name for m in held}:
+            left = ours if self.closing else policy.marked & {m.name for m in held}
+            if policy.gated or left:
                 raise Broken("K8: idle, yet a gate or mark is left")
             if policy.swap is not None or policy.side is not None:
                 raise Broken("K8: idle, yet a swap is left")

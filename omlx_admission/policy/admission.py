@@ -294,6 +294,8 @@ class AdmissionPolicy:
             del self._loaded_at[gone]
         self._refuse_hopeless(view, actions)
         self._review_swap(view, now, actions)
+        if self.swap is None:
+            self.swap, self.side = self.side, None
         overdue = self._overdue(view, now)
         self._grant_ready(view, overdue, now, actions)
         if self.swap is None:
