@@ -39,8 +39,10 @@ async def limit(server: Server, rounds: int, most: int) -> list[str]:
     async def sample() -> None:
         async with httpx.AsyncClient() as http:
             while not done.is_set():
-                status = (await http.get(f"{server.url}/api/status")).json()
-                seen[status["models_loaded"] + status["models_loading"]] += 1
+                status = (await http.get(f"{server.url}/v1/models/status")).json()
+                # A model whose load is about to end is both; it counts once.
+                held = [m for m in status["models"] if m["loaded"] or m["is_loading"]]
+                seen[len(held)] += 1
                 await asyncio.sleep(_SAMPLE_S)
 
     sampler = asyncio.create_task(sample())
@@ -51,9 +53,8 @@ async def limit(server: Server, rounds: int, most: int) -> list[str]:
     done.set()
     await sampler
     rest = (await client.get("/api/status"))[1]
-    print(
-        f"rounds {rounds}, answers {dict(statuses)}, samples by models {dict(sorted(seen.items()))}"
-    )
+    print(f"rounds {rounds}, answers {dict(statuses)}")
+    print(f"samples by models loaded or loading: {dict(sorted(seen.items()))}")
     print(f"at rest: {rest['models_loaded']} loaded, {rest['models_loading']} loading")
     broken = []
     if max(seen) > most:
