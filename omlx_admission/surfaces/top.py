@@ -29,6 +29,9 @@ _BAR = 40
 
 Document = dict[str, Any]
 
+# A proxy for the web has no part in a call to this machine or the one beside it.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
@@ -81,7 +84,7 @@ def fetch(url: str, key: str | None) -> Document:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{url}/admission/status", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with _direct.open(request, timeout=_TIMEOUT_S) as answer:
             document = json.load(answer)
     except urllib.error.HTTPError as error:
         error.close()
@@ -156,17 +159,13 @@ def line(document: Document) -> str:
 
 
 def _lines(document: Document, url: str, key: str | None, interval: float) -> int:
-    said = ""
+    said, problem = "", None
     while True:
-        text = line(document)
-        # The time alone is no news.
-        if text.partition("  ")[2] != said:
-            said = text.partition("  ")[2]
-            print(text, flush=True)
+        text = problem or line(document).partition("  ")[2]
+        if text != said:  # the time alone is no news
+            said = text
+            print(f"{_clock(time.time())}  {text}", flush=True)
         document, problem = _next(document, url, key, interval)
-        if problem is not None and problem != said:
-            said = problem
-            print(f"{_clock(time.time())}  {problem}", flush=True)
 
 
 def _next(

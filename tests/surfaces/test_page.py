@@ -1,0 +1,282 @@
+"""The page in a real headless Chromium, on a stand-in server in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omlx_admission import standin
+from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo.client import Client
+from omlx_admission.surfaces.demo.server import Server, free_port
+
+from . import browser as chromium
+
+pytestmark = pytest.mark.skipif(
+    chromium.missing() is not None, reason=f"page not tested: {chromium.missing()}"
+)
+
+KEY = "page-test-key"
+SIZES = {"a": 1_650_000_000, "b": 1_650_000_000, "x": 5_000_000_000}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for seed, (name, size) in enumerate(SIZES.items()):
+        tinymodels.make_text_model(root, name=name, counted_bytes=size, seed=seed)
+    return root
+
+
+@pytest.fixture
+def serve(models: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Start a server; ``port`` and ``base`` are the same for every one of a test."""
+    running: list[Server] = []
+    port = free_port()
+
+    def start(*, load_s: float = 0.0, key: bool = False, **environment: str) -> Server:
+        server = Server(
+            models,
+            tmp_path / "base",
+            patched=True,
+            source=standin.PATH,
+            plan={"load_s": load_s},
+            environment=environment,
+            arguments=("--api-key", KEY) if key else (),
+            port=port,
+        )
+        server.__enter__()
+        running.append(server)
+        return server
+
+    yield start
+    for server in running:
+        server.__exit__()
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[chromium.Browser]:
+    with chromium.browser(tmp_path) as window:
+        window.look(dark=False)
+        yield window
+        assert window.errors() == []
+
+
+class Asking:
+    """Requests from a thread of their own, so that the browser can be looked at meanwhile."""
+
+    def __init__(self, server: Server) -> None:
+        self._client = Client(server.url)
+        self._threads: list[threading.Thread] = []
+        self.answers: list[Any] = []
+
+    def ask(self, model: str, request: str, **values: Any) -> None:
+        def run() -> None:
+            headers = {"X-Request-ID": request}
+            call = self._client.chat(model, headers=headers, **values)
+            self.answers.append(asyncio.run(call))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self._threads.append(thread)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(60)
+        assert all(a.ok for a in self.answers), self.answers
+
+
+def shows(page: chromium.Browser, id_: str, text: str) -> None:
+    script = "return document.getElementById(arguments[0]).innerText.includes(arguments[1])"
+    page.until(script, id_, text)
+
+
+def logs(server: Server, text: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while text not in server.log:
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.05)
+
+
+def test_it_is_live_through_a_swap_with_waiters(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve(load_s=3.0)
+    page.open(f"{server.url}/admission")
+    shows(page, "now", "No model is loaded")
+    assert page.text("health") == "healthy"
+    asking = Asking(server)
+    asking.ask("a", "first")
+    shows(page, "now", "Loading a")
+    shows(page, "now", "a is loaded")
+    for i in range(4):
+        asking.ask("b", f"agent-{i}")
+    shows(page, "now", "Loading b in place of a")
+    shows(page, "now", "4 requests wait for it")
+    rows = page.run(
+        "return [...document.querySelectorAll('#queue tbody tr')].map(r =>"
+        " [...r.cells].map(c => c.innerText))"
+    )
+    assert [row[:2] for row in rows] == [["1", "b"], ["2", "b"], ["3", "b"], ["4", "b"]]
+    assert {row[5] for row in rows} == {f"agent-{i}" for i in range(4)}
+    label = "return document.getElementById('bar').getAttribute('aria-label')"
+    assert "b 1.61 GB loading, of a ceiling of 2.70 GB" in page.run(label)
+    drawn = "return document.querySelectorAll('#line svg .f-loading').length"
+    assert page.run(drawn) >= 2
+    assert page.run("return document.querySelectorAll('#line svg .f-wait').length") >= 1
+    shows(page, "now", "b is loaded")
+    assert page.run("return document.getElementById('queue').hidden")
+    asking.join()
+    shows(page, "swaps", "b")
+
+
+def test_it_survives_a_restart_of_the_server(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve()
+    page.open(f"{server.url}/admission")
+    shows(page, "link", "live")
+    server.__exit__()
+    shows(page, "link", "does not answer")
+    assert page.run("return document.getElementById('all').className") == "stale"
+    asking = Asking(serve())
+    shows(page, "link", "live")
+    assert page.run("return document.getElementById('all').className") == ""
+    asking.ask("a", "after")
+    shows(page, "now", "a is loaded")
+    asking.join()
+
+
+def test_an_open_page_does_not_keep_the_server_from_ending(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve()
+    page.open(f"{server.url}/admission")
+    shows(page, "link", "live")
+    # Server ends its process by force after 15 s, and then with another log.
+    server.__exit__()
+    assert "Finished server process" in server.log
+
+
+def test_it_asks_for_the_key_and_forgets_it(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve(key=True)
+    page.open(f"{server.url}/admission")
+    page.until("return !document.getElementById('key').hidden")
+    focused = "return document.activeElement.id"
+    assert page.run(focused) == "key-in", "one types at once"
+    page.press(*"wrong", "\ue007")
+    shows(page, "key-why", "refused")
+    page.press(*KEY, "\ue007")
+    shows(page, "now", "No model is loaded")
+    shows(page, "link", "live")
+    page.open(f"{server.url}/admission")
+    shows(page, "link", "live")
+    assert KEY not in page.run("return document.documentElement.outerHTML")
+    page.run("document.getElementById('forget').click()")
+    page.until("return !document.getElementById('key').hidden")
+
+
+def test_a_refusal_and_what_is_stuck_are_shown(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve(load_s=9.0, OMLX_ADMISSION_STUCK_S="1")
+    page.open(f"{server.url}/admission")
+    shows(page, "link", "live")
+    refused = asyncio.run(Client(server.url).chat("x"))
+    assert refused.status == 507
+    shows(page, "refusals", "does not fit under the memory ceiling")
+    asking = Asking(server)
+    asking.ask("a", "first")
+    shows(page, "alerts", "the load of 'a' has lasted")
+    assert page.text("health") == "needs attention"
+    logs(server, "admission: stuck: the load of 'a'")
+    shows(page, "health", "healthy")
+    assert page.text("alerts") == ""
+    asking.join()
+    logs(server, "admission: the load of 'a' goes on")
+
+
+def test_it_works_with_a_keyboard_and_a_screen_reader(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve()
+    page.open(f"{server.url}/admission")
+    shows(page, "link", "live")
+    page.press("\ue004")
+    assert page.run("return document.activeElement.className") == "skip"
+    page.press("\ue007")
+    assert page.run("return document.activeElement.id") == "main"
+    opened = False
+    for _ in range(20):
+        page.press("\ue004")
+        if page.run("return document.activeElement.id") == "absent-n":
+            page.press(" ")
+            opened = bool(
+                page.run("return document.getElementById('absent').parentElement.open")
+            )
+            break
+    assert opened
+    shows(page, "absent", "x (4.89 GB)")
+    tree = page.cdp("Accessibility.getFullAXTree")["nodes"]
+    named = {
+        (n["role"]["value"], n.get("name", {}).get("value", ""))
+        for n in tree
+        if not n["ignored"]
+    }
+    assert ("heading", "Waiting requests") in named
+    assert ("main", "") in named
+    assert any(role == "status" for role, _ in named)
+    images = [name for role, name in named if role in ("img", "image")]
+    assert images
+    assert all(images), "every picture has words"
+    assert page.run("return document.documentElement.lang") == "en"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_a_phone_and_can_be_read_in_both_colours(
+    dark: bool, serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve()
+    page.look(dark=dark, width=360, height=740)
+    page.open(f"{server.url}/admission")
+    asking = Asking(server)
+    asking.ask("a", "first")
+    asking.join()
+    asyncio.run(Client(server.url).chat("x"))
+    shows(page, "refusals", "does not fit")
+    shows(page, "now", "a is loaded")
+    wide = "return document.documentElement.scrollWidth <= window.innerWidth"
+    assert page.run(wide), "nothing is cut off or scrolls sideways"
+    for selector in ("body", ".soft", "#models .badge", "#bar div", "th", "summary"):
+        ratio = page.run(CONTRAST, selector)
+        assert ratio is not None, selector
+        assert ratio >= 4.5, f"{selector}: {ratio:.2f}"
+
+
+#: WCAG contrast of an element's text with the nearest background below it.
+CONTRAST = """
+const node = document.querySelector(arguments[0]);
+if (!node) return null;
+const parse = c => (c.match(/[\\d.]+/g) || []).map(Number);
+const light = c => {
+  const [r, g, b] = parse(c).slice(0, 3).map(v => v / 255)
+    .map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+  return .2126 * r + .7152 * g + .0722 * b;
+};
+let below = node, back = [0, 0, 0, 0];
+while (below) {
+  back = parse(getComputedStyle(below).backgroundColor);
+  if (back.length === 3 || back[3] > 0) break;
+  below = below.parentElement;
+}
+const a = light(getComputedStyle(node).color), b = light(`rgb(${back.slice(0, 3)})`);
+return (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+"""
