@@ -109,12 +109,9 @@ class Chaos:
     def _residue(self) -> None:
         world, amount = self.world, self.random.choice([5, 30])
         hard = world.tracked() + world.hard_residue + amount <= _CEILING
-        if hard and self.random.random() < 0.5:
-            world.hard_residue += amount
-            kwargs = {"hard": amount}
-        else:
-            world.soft_residue += amount
-            kwargs = {"soft": amount}
+        kind = "hard" if hard and self.random.random() < 0.5 else "soft"
+        kwargs = {kind: amount}
+        world.add_residue(**kwargs)
         self.sim.at(self.sim.now + self.random.expovariate(1), lambda: world.settle(**kwargs))
 
     # -- what others do to the pool -----------------------------------------
@@ -135,19 +132,14 @@ class Chaos:
                 m.registered = not m.registered
                 world.changed()
             case 4 if m.resident and not m.unloading and m.mark is None:
-                m.strays += 1
-                self.sim.at(self.sim.now + r.choice([0.01, 1, 50]), lambda: self._stray_ends(m))
+                world.stray_begins(m.name)
+                self.sim.at(
+                    self.sim.now + r.choice([0.01, 1, 50]), lambda: world.stray_ends(m.name)
+                )
             case 5:
                 world.set_ceiling(r.choice([_CEILING, _CEILING, 70]))
             case 6 if world.policy.waiting:
                 world.probe()
-
-    def _stray_ends(self, m: object) -> None:
-        model = next(x for x in self.world.models.values() if x is m)
-        model.strays -= 1
-        if not model.busy and model.mark is Mark.FOREIGN:
-            self.world.begin_unload(model.name)
-        self.world.changed()
 
     # -- clients ------------------------------------------------------------
 

@@ -186,6 +186,7 @@ class World:
     _view: PoolView | None = None
     closing: bool = False
     _overhang: int = 0
+    _unseen: bool = False
 
     # -- what the pool looks like -------------------------------------------
 
@@ -341,6 +342,7 @@ class World:
         assert not m.loading
         m.unloading = True
         m.resident = False
+        self._unseen = True
         m.mark = None
         self.log.append((self.now, "unload", name))
         self.evicted(name)
@@ -358,6 +360,25 @@ class World:
         if job is not None and job.unload == name:
             job.unload = None
         self.changed()
+
+    def stray_begins(self, name: str) -> None:
+        """Somebody uses a resident model without a lease; nobody announces that."""
+        self.models[name].strays += 1
+        self._unseen = True
+
+    def stray_ends(self, name: str) -> None:
+        """And stops; the runtime polls busy models without a lease."""
+        m = self.models[name]
+        m.strays -= 1
+        if not m.busy and m.mark is Mark.FOREIGN:
+            self.begin_unload(name)
+        self.changed()
+
+    def add_residue(self, *, hard: int = 0, soft: int = 0) -> None:
+        """Memory of no model appears; nobody announces that."""
+        self.hard_residue += hard
+        self.soft_residue += soft
+        self._unseen = True
 
     def settle(self, *, hard: int = 0, soft: int = 0) -> None:
         """Residue is gone."""
@@ -475,6 +496,7 @@ class World:
         """As the runtime does: decide on a fresh view until nothing more follows."""
         if self.closing:
             return
+        self._unseen = False
         for _ in range(MOST_STEPS):
             self.counts.steps += 1
             view = self.view(self.policy.targets)
@@ -489,8 +511,12 @@ class World:
             self.check()
 
     def probe(self) -> None:
-        """Without any event nothing may be left to do: no lost wake-up (K7)."""
-        if self.closing or not self.policy.waiting:
+        """Without any event nothing may be left to do: no lost wake-up (K7).
+
+        What changes unannounced (the start of an unload, residue) is seen at the next
+        event or safety poll, so a probe says nothing then.
+        """
+        if self.closing or not self.policy.waiting or self._unseen:
             return
         if self.policy.wake_at is not None and self.policy.wake_at <= self.now:
             return

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omlx_admission.policy.estimates import Dials, Estimates
@@ -298,6 +298,7 @@ class AdmissionPolicy:
             self.swap, self.side = self.side, None
         overdue = self._overdue(view, now)
         self._grant_ready(view, overdue, now, actions)
+        view = _as_granted(view, actions)
         if self.swap is None:
             self._start_swap(view, overdue, now, actions)
         elif not self.swap.loading and self.side is None:
@@ -608,3 +609,19 @@ class AdmissionPolicy:
         for old in [t for t, until in self._no_drain_before.items() if until < now]:
             del self._no_drain_before[old]
         self._demands[target] = (queue.since, now + _COMES_BACK_S.get(outcome, 0.0))
+
+
+def _as_granted(view: PoolView, actions: list[Action]) -> PoolView:
+    """The view with the leases of this step's grants, which the pool takes after it.
+
+    Without them a model granted a moment ago would look idle to the swap decided next.
+    """
+    granted = [a for a in actions if isinstance(a, Grant)]
+    if not granted:
+        return view
+    models = dict(view.models)
+    for grant in granted:
+        model = models[grant.target.model]
+        leases = model.leases + len(grant.waiters)
+        models[model.model] = replace(model, busy=True, leases=leases)
+    return replace(view, models=models)
