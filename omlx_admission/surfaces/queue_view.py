@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.model import Target, Waiter
+from omlx_admission.policy.model import Swap, Target, Waiter
 from omlx_admission.runtime.facts import Facts
 from omlx_admission.surfaces import reasons
 
@@ -33,11 +33,12 @@ def queue(facts: Facts) -> dict[str, Any]:
     models: list[dict[str, Any]] = []
     waiters: list[dict[str, Any]] = []
     order = reasons.order(policy)
-    position = 0
+    position, left = 0, 0.0
     ahead: Target | None = None
     for turn, target in enumerate(order[:MOST_MODELS], start=1):
         line = policy.waiters(target)
-        row = _model(policy, target, line, facts, now, turn, ahead)
+        left += _until_served(policy, target, line[0].size, facts, now)
+        row = _model(policy, target, line, facts, now, turn, ahead, left)
         models.append(row)
         room = MOST_WAITERS - len(waiters)
         for at, waiter in enumerate(line[:room], start=1):
@@ -75,6 +76,7 @@ def _model(
     now: float,
     turn: int,
     ahead: Target | None,
+    left: float,
 ) -> dict[str, Any]:
     head = line[0]
     code, text = reasons.reason(policy, target, head.size, facts.view, now, ahead)
@@ -83,10 +85,36 @@ def _model(
         "waiting": len(line),
         "turn": turn,
         "oldest_s": _seconds(now - head.enqueued),
-        "estimate_s": _seconds(policy.estimate(target, head.size, facts.view, now)),
+        "estimate_s": _seconds(left),
         "reason": code,
         "text": text,
     }
+
+
+def left_of(policy: AdmissionPolicy, swap: Swap, now: float) -> float:
+    """Seconds until the target of a swap under way serves, by what was observed so far."""
+    estimate = policy.estimates.swap(swap.target.model, swap.size)
+    if swap.loading:
+        return max(0.0, estimate - (now - swap.load_started))
+    drain = max((policy.estimates.drain(v) for v in swap.victims), default=0.0)
+    return max(0.0, drain - (now - swap.started)) + estimate
+
+
+def _until_served(
+    policy: AdmissionPolicy, target: Target, size: int, facts: Facts, now: float
+) -> float:
+    """Seconds between the service of the one before ``target`` and its own.
+
+    Not the policy's own estimate, which tells one refused request when to come back
+    and looks at every other model for that.
+    """
+    for swap in (policy.swap, policy.side):
+        if swap is not None and swap.target == target:
+            return left_of(policy, swap, now)
+    if target in facts.view.ready and target.model not in policy.gated:
+        return 0.0
+    # Whoever is served before it will have to drain.
+    return policy.estimates.swap(target.model, size) + policy.estimates.drain(target.model)
 
 
 def _seconds(value: float) -> float:

@@ -177,12 +177,6 @@ def _transition(
         return None
     estimate = policy.estimates.swap(swap.target.model, swap.size)
     began = swap.load_started if swap.loading else swap.started
-    left = estimate
-    if swap.loading:
-        left = max(0.0, estimate - (now - began))
-    else:
-        drain = max((policy.estimates.drain(v) for v in swap.victims), default=0.0)
-        left += max(0.0, drain - (now - began))
     return {
         "target": swap.target.model,
         "victims": list(swap.victims),
@@ -190,7 +184,7 @@ def _transition(
         "reason": swap.reason,
         "seconds": _seconds(now - began),
         "estimate_s": _seconds(estimate),
-        "left_s": _seconds(left),
+        "left_s": _seconds(queue_view.left_of(policy, swap, now)),
         "waiting": len(policy.waiters(swap.target)),
     }
 
