@@ -6,7 +6,8 @@ Attached to the pool object itself, so that it goes when the pool goes.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 from omlx_admission.runtime.admission import Admission
 
@@ -16,6 +17,20 @@ _ATTRIBUTE = "_omlx_admission_state"
 DRAIN_REASON = "admission drain"
 
 
+class Verified(NamedTuple):
+    """An engine that passed all of stock's checks, and what that depended on.
+
+    Every part is compared by identity: the settings manager puts a new object in
+    place at each change and hands out copies only. The engine is referenced
+    weakly; its weights must go when the pool lets go of it.
+    """
+
+    engine: weakref.ref[Any]
+    signature: object
+    manager: Any
+    settings: object
+
+
 class PoolState:
     """Loop thread only.
 
@@ -23,13 +38,15 @@ class PoolState:
         unloading: models whose teardown runs now, with the task-independent event
             that announces its end.
         admission: the queue, None until the first request needs it.
+        verified: what was found out about a loaded engine, for the hot path.
     """
 
-    __slots__ = ("admission", "unloading")
+    __slots__ = ("admission", "unloading", "verified")
 
     def __init__(self) -> None:
         self.unloading: dict[str, asyncio.Event] = {}
         self.admission: Admission | None = None
+        self.verified: dict[str, Verified] = {}
 
     def changed(self) -> None:
         """Tell the queue, if there is one, that the pool changed."""

@@ -14,7 +14,7 @@ from typing import Any
 from omlx_admission.hooks import faults
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.hooks.pool_state import PoolState, drains_for_us, state_of
+from omlx_admission.hooks.pool_state import PoolState, Verified, drains_for_us, state_of
 from omlx_admission.runtime import request as requests
 
 POOL = "omlx.engine_pool"
