@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,11 +106,14 @@ def test_every_end_of_a_wait_is_counted_once(
     outcome: str, make_house: Make, seen: Observer
 ) -> None:
     async def test() -> None:
-        house = make_house(max_wait_s=0.02 if outcome == "expired" else 30.0, max_age_s=100.0)
+        house = make_house(max_age_s=100.0)
         if outcome == "failed":
             house.fail["b"] = RuntimeError("no weights")
         else:
             await house.get("a")
+        if outcome == "expired":
+            # Only now: the first load took as long as it took.
+            house.admission.settings = replace(house.admission.settings, max_wait_s=0.02)
         task = house.ask("x" if outcome == "refused" else "b")
         await settle()
         if outcome == "cancelled":
@@ -252,3 +256,59 @@ def test_it_can_be_off(make_house: Make) -> None:
     verdict = report.verdict("surfaces")
     assert verdict.state is install.State.OFF
     assert verdict.reasons == ["OMLX_ADMISSION_SURFACES=0"]
+
+
+def test_a_drain_that_hangs_is_told(
+    make_house: Make, seen: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        seen.stuck_s = 20.0
+        await house.get("a")
+        task = house.ask("b")
+        await until(lambda: ("drain", "a") in seen.progress)
+        assert read(house)["health"]["ok"]
+        later = seen.clock() + 21.0
+        seen.clock = lambda: later
+        seen.look()
+        (problem,) = read(house)["health"]["problems"]
+        assert (problem["kind"], problem["model"]) == ("drain", "a")
+        assert "admission: stuck: the drain of 'a' for 'b'" in caplog.text
+        await house.release("a")
+        await task
+        assert read(house)["health"]["ok"]
+        await house.release("b")
+
+    run(test)
+
+
+def test_a_turn_that_hangs_is_told_without_its_stack(
+    seen: Observer, mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from omlx_admission.hooks import surface_sections
+    from omlx_admission.runtime import gpu_turn
+
+    now = 100.0
+    turn = gpu_turn.GpuTurn(stuck_s=60.0, clock=lambda: now)
+    mocker.patch.object(gpu_turn, "current", turn)
+    surface_sections.register(seen)
+    facts = surfaces.Facts()
+    hold = turn.acquire("a", "decode burst")
+    now = 160.0
+    assert status.build(facts, seen)["health"]["ok"]
+    now = 161.5
+    seen.look()
+    document = status.build(facts, seen)
+    VALIDATOR.validate(json.loads(json.dumps(document)))
+    (problem,) = document["health"]["problems"]
+    assert (problem["kind"], problem["model"], problem["limit_s"]) == ("turn", "a", 60.0)
+    assert document["gpu_turn"]["stuck"]
+    assert document["gpu_turn"]["site"] == "decode burst"
+    # The stack goes to the log: it names files.
+    assert "test_surfaces" not in json.dumps(document)
+    assert "'a' (decode burst) has held the GPU turn for 62 s, limit 60 s" in caplog.text
+    hold.release()
+    seen.look()
+    assert status.build(facts, seen)["health"]["ok"]
+    assert "the turn of 'a' goes on" in caplog.text
+    assert seen.turn_holds["a"].count == 1

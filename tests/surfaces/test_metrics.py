@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -225,3 +227,30 @@ def test_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client.exposition", None)
     with pytest.raises(ImportError):
         metrics.format_for("")
+
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "omlx-admission.json"
+
+
+def test_the_dashboard_asks_only_for_what_there_is() -> None:
+    dashboard = json.loads(DASHBOARD.read_text("utf-8"))
+    known: dict[str, set[str]] = {}
+    for family in families(everything()).values():
+        for s in family.samples:
+            known.setdefault(s.name, set()).update(s.labels)
+    asked = 0
+    for panel in dashboard["panels"]:
+        assert panel["title"]
+        assert panel["description"]
+        for target in panel["targets"]:
+            for name in re.findall(r"omlx_admission_\w+", target["expr"]):
+                asked += 1
+                assert name in known, target["expr"]
+            labels = re.findall(r"by \(([^)]*)\)", target["expr"])
+            labels += re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+            wanted = {part.strip() for group in labels for part in group.split(",")}
+            names = re.findall(r"omlx_admission_\w+", target["expr"])
+            assert wanted <= set().union(*(known[n] for n in names)), target["expr"]
+    assert asked > 20
+    ids = [p["id"] for p in dashboard["panels"]]
+    assert len(ids) == len(set(ids))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ def get(server: Server, path: str, **headers: str) -> httpx.Response:
         return http.get(path, headers=headers)
 
 
+def served(server: Server, path: str) -> tuple[int, ...]:
+    """200; for metrics 501 where the Python of a real oMLX has no ``prometheus_client``."""
+    other = server.python != sys.executable
+    return (200, 501) if other and path == "/admission/metrics" else (200,)
+
+
 @pytest.mark.parametrize(
     "headers",
     [{}, {"Authorization": "Bearer wrong"}, {"x-api-key": "wrong"}],
@@ -98,14 +105,14 @@ def test_keys(serve: Callable[..., Server], headers: dict[str, str]) -> None:
         assert answer.status_code == 401, path
         assert answer.json() == stock.json(), "as oMLX answers elsewhere"
         for right in ({"Authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}):
-            assert get(server, path, **right).status_code == 200, path
+            assert get(server, path, **right).status_code in served(server, path), path
 
 
 def test_open_where_omlx_checks_no_key(serve: Callable[..., Server]) -> None:
     server = serve()
     assert get(server, "/api/status").status_code == 200
     for path in PATHS:
-        assert get(server, path).status_code == 200
+        assert get(server, path).status_code in served(server, path)
 
 
 def test_what_is_served_says_how_long_it_waited(serve: Callable[..., Server]) -> None:
@@ -166,8 +173,10 @@ def test_status_answers_during_a_load_and_nothing_private_is_in_it(
     assert seen[-1]["gpu_turn"]["on"]
     assert seen[-1]["refusals"]
     assert [s["result"] for s in seen[-1]["swaps"]] == ["loaded", "loaded"]
-    scraped = get(server, "/admission/metrics", **auth).text
-    assert len(list(text_string_to_metric_families(scraped))) > 20
+    answer = get(server, "/admission/metrics", **auth)
+    scraped = answer.text
+    if answer.status_code != 501 or 501 not in served(server, "/admission/metrics"):
+        assert len(list(text_string_to_metric_families(scraped))) > 20
     everything = json.dumps(seen) + scraped + get(server, "/admission", **auth).text
     for secret in (KEY, str(models), str(server.base), str(Path.home()), f'"{PROMPT}"'):
         assert secret not in everything
