@@ -39,14 +39,14 @@ def fewest_swaps(arrivals: Sequence[Arrival], delay: Delay) -> int:
     """
     times: dict[str, list[float]] = {}
     deadlines: dict[str, list[float]] = {}
-    for time, deadline, model in _with_deadlines(arrivals, delay):
+    for time, due_by, model in _with_deadlines(arrivals, delay):
         times.setdefault(model, []).append(time)
-        deadlines.setdefault(model, []).append(deadline)
+        deadlines.setdefault(model, []).append(due_by)
         if len(deadlines[model]) > 1:
             before = deadlines[model][-2]
-            if deadline < before - _ROUNDING_S:
+            if due_by < before - _ROUNDING_S:
                 raise ValueError(f"a request for {model} is due before an earlier one")
-            deadlines[model][-1] = max(deadline, before)
+            deadlines[model][-1] = max(due_by, before)
     models = sorted(times)
     if not models:
         return 0

@@ -161,6 +161,8 @@ class World:
         tracks_loading: whether ``used`` counts the bytes of a load in progress, as
             the device sees them or not yet (the real pool books them at the end).
         on_end: called when a request got its outcome.
+        refusing: called where the runtime works out a ``Retry-After``: before a
+            request expires, or is refused at the door for a shortage that passes.
         strict: check the contract after every event.
     """
 
@@ -182,6 +184,7 @@ class World:
     log: list[tuple[float, str, str]] = field(default_factory=list)
     evicted: Callable[[str], None] = lambda _model: None
     on_cancel: Callable[[LoadJob], None] = lambda _job: None
+    refusing: Callable[[Request], None] = lambda _request: None
     _last_granted: dict[Target, int] = field(default_factory=dict)
     _view: PoolView | None = None
     closing: bool = False
@@ -274,7 +277,8 @@ class World:
                 self._take(model)
                 self._granted(request)
                 return request
-            never_fits(target, model.size, view)
+            if target in view.ready or not never_fits(target, model.size, view):
+                self.refusing(request)
             self._end(request, Outcome.REFUSED)
             return request
         joins = self.policy.head(target) is not None
@@ -302,6 +306,8 @@ class World:
     def leave(self, request: Request, outcome: Outcome) -> bool:
         """The client leaves or its budget ends while it waits."""
         assert request.waiter is not None
+        if outcome is Outcome.EXPIRED and request.outcome is None:
+            self.refusing(request)
         if not self.policy.leave(request.waiter, outcome):
             return False
         self._end(request, outcome)

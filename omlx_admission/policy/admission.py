@@ -29,11 +29,12 @@ limit, because an engine that never becomes idle must not hold everybody for eve
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omlx_admission.policy.estimates import Dials, Estimates
+from omlx_admission.policy.forecast import Occupant, Turn, served_at
 from omlx_admission.policy.linger import Linger
 from omlx_admission.policy.model import (
     Action,
@@ -76,14 +77,23 @@ _SETTLE_POLL_S = 0.05
 _COMES_BACK_S = {Outcome.EXPIRED: 65.0, Outcome.CANCELLED: 10.0}
 
 
+#: Whoever is refused comes back within so many seconds (``Retry-After`` is never
+#: longer), and should be served then: the target is due by that time.
+_BACK_WITHIN_S = 60.0
+
+_NEVER = float("inf")
+
+
 @dataclass(slots=True)
 class _Queue:
     """Waiters of one target, first in first out, each removable in O(1).
 
-    ``since`` is when the demand that they are part of began.
+    ``since`` is when the demand that they are part of began, ``due_by`` when those who
+    were refused have been told to be back at the latest.
     """
 
     since: float
+    due_by: float = _NEVER
     waiters: OrderedDict[int, Waiter] = field(default_factory=OrderedDict)
     retry_at: float = 0.0
     retries: int = 0
@@ -92,6 +102,15 @@ class _Queue:
     @property
     def head(self) -> Waiter:
         return next(iter(self.waiters.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What is remembered of a queue whose last waiter was refused or left."""
+
+    since: float
+    due_by: float
+    until: float
 
 
 class AdmissionPolicy:
@@ -117,7 +136,7 @@ class AdmissionPolicy:
         self._waiting = 0
         self._latest = 0.0
         self._marked: set[str] = set()
-        self._demands: dict[Target, tuple[float, float]] = {}
+        self._demands: dict[Target, _Demand] = {}
         self._no_drain_before: dict[Target, float] = {}
         self._sizes: dict[str, int] = {}
         self._loaded_at: dict[str, float] = {}
@@ -166,37 +185,79 @@ class AdmissionPolicy:
         return targets.index(waiter.target) if waiter.target in targets else 0
 
     def estimate(self, target: Target, size: int, view: PoolView, now: float) -> float:
-        """Seconds until ``target`` could be served if it were asked for now.
+        """Seconds until ``target`` could be served, whether or not somebody waits for it.
 
-        The transition in progress, then every model whose head is older with its
-        drain and swap, then its own; a guess that is refined by what is observed.
+        The transition in progress, then the turns of those that are wanted longer, then
+        its own; refined by what was observed of loads, drains and stays.
         """
         if target in view.ready and target.model not in self.gated:
             return 0.0
-        total = 0.0
+        free_at, occupant, later = now, None, view
         for load in (self.swap, self.side):
             if load is None:
                 continue
             swap = self.estimates.swap(load.target.model, load.size)
             if load.loading:
-                total += max(0.0, swap - (now - load.load_started))
+                # One that takes longer than expected is taken to be half done.
+                took = now - load.load_started
+                free_at = max(free_at, now + max(swap - took, took / 2 if took > swap else 0))
             else:
                 drain = max((self.estimates.drain(v) for v in load.victims), default=0.0)
-                total += max(0.0, drain - (now - load.started)) + swap
+                took = now - load.started
+                drain = max(drain - took, took / 2 if took > drain else 0)
+                free_at = max(free_at, now + drain + swap)
             if load.target == target:
-                return total
-        for other in self.targets:
-            if other == target or self._is_loading(other) or other in view.ready:
+                return free_at - now
+            later = after(later, load.target, load.size, load.victims)
+            occupant = Occupant(load.target.model, free_at, busy=True)
+        wish = plan(target, size, later, rank=self._rank(now))
+        if wish.kind is PlanKind.FITS:
+            occupant = None
+        elif occupant is None or occupant.model not in wish.victims:
+            occupant = self._last_to_leave(wish, later, now)
+        waiting = self._sharing(view) + (target not in self._queues)
+        turns = []
+        for other in (*self.targets, target) if wish.kind is not PlanKind.FITS else (target,):
+            if self._is_loading(other) or other in view.ready:
                 continue
             if self.swap is not None and self.swap.target == other:
                 continue
-            other_size = self._queues[other].head.size
-            total += self.estimates.swap(other.model, other_size)
-            total += self.estimates.drain(other.model)
-        busy = [m.model for m in view.models.values() if m.busy and m.model != target.model]
-        if busy and plan(target, size, view).kind is not PlanKind.FITS:
-            total += max(self.estimates.drain(m) for m in busy)
-        return total + self.estimates.swap(target.model, size)
+            turns.append(self._turn(other, size, waiting, now))
+            if other == target:
+                break
+        turn_s = self.dials.share(self._age_for(target, size), waiting)
+        return served_at(turns, occupant, free_at, turn_s, self.estimates) - now
+
+    def retry_in(
+        self, target: Target, size: int, view: PoolView, now: float, patience: float
+    ) -> float:
+        """After how many seconds a client that is refused now does best to come back.
+
+        Before its model serves, by as much as it can wait then: who is in the queue when
+        the model is loaded is served for certain, who comes later finds it while its turn
+        lasts. With no patience, when it serves.
+        """
+        served = self.estimate(target, size, view, now)
+        return served - min(served * 2 / 3, patience / 4)
+
+    def _turn(self, target: Target, size: int, waiting: int, now: float) -> Turn:
+        queue, demand = self._queues.get(target), self._demands.get(target)
+        if queue is not None:
+            size = queue.head.size
+            overdue = queue.head.enqueued + self._age_for(target, size)
+            return Turn(target.model, size, self._due(target, waiting), overdue)
+        age = self._age_for(target, size)
+        due = now + self.dials.share(age, waiting)
+        if demand is not None and now <= demand.until:
+            due = min(demand.since + self.dials.share(age, waiting), demand.due_by)
+        return Turn(target.model, size, due, now + age)
+
+    def _last_to_leave(self, wish: Plan, view: PoolView, now: float) -> Occupant | None:
+        leaving = [view.models[v] for v in wish.victims]
+        if not leaving:
+            return None
+        last = max(leaving, key=lambda m: (m.busy, self._loaded_at.get(m.model, 0.0)))
+        return Occupant(last.model, self._loaded_at.get(last.model, now), last.busy)
 
     # -- events -------------------------------------------------------------
 
@@ -219,10 +280,11 @@ class AdmissionPolicy:
         queue = self._queues.get(target)
         if queue is None:
             self._linger.wanted(target, now)
-            began, until = self._demands.pop(target, (enqueued, now))
-            queue = self._queues[target] = _Queue(
-                min(began, enqueued) if now <= until else enqueued
-            )
+            demand = self._demands.pop(target, None)
+            queue = self._queues[target] = _Queue(enqueued)
+            if demand is not None and now <= demand.until:
+                queue.since = min(demand.since, enqueued)
+                queue.due_by = demand.due_by
         queue.waiters[waiter.sequence] = waiter
         self._waiting += 1
         return waiter
@@ -235,6 +297,8 @@ class AdmissionPolicy:
         queue = self._queues[waiter.target]
         del queue.waiters[waiter.sequence]
         self._waiting -= 1
+        if outcome is Outcome.EXPIRED:
+            queue.due_by = min(queue.due_by, waiter.deadline + _BACK_WITHIN_S)
         if not queue.waiters:
             del self._queues[waiter.target]
             self._remember(waiter.target, queue, outcome)
@@ -352,9 +416,15 @@ class AdmissionPolicy:
                 continue
             if now < self._no_drain_before.get(target, now):
                 continue
-            if now >= queue.since + self.dials.share(self._age_of(target), share):
+            if now >= self._due(target, share):
                 return target
         return None
+
+    def _due(self, target: Target, sharing: int) -> float:
+        """When ``target`` may close the gate of a model that has had its turn."""
+        queue = self._queues[target]
+        due = queue.since + self.dials.share(self._age_of(target), sharing)
+        return min(due, queue.due_by)
 
     def _sharing(self, view: PoolView) -> int:
         """How many targets wait for a swap."""
@@ -363,16 +433,15 @@ class AdmissionPolicy:
     def _in_turn(self, target: Target, view: PoolView, now: float) -> dict[str, float]:
         """Models that ``target`` must let serve on, and until when: loaded lately, in use."""
         age = self._age_of(target)
-        hard = self._queues[target].since + age
-        if now >= hard:
-            return {}
+        hard = self._queues[target].head.enqueued + age
         turn = self.dials.share(age, self._sharing(view))
         decided = self.swap.victims if self.swap is not None else ()
         kept: dict[str, float] = {}
         for model in view.models.values():
             if model.model in decided:
                 continue
-            end = min(self._loaded_at.get(model.model, now - turn) + turn, hard)
+            loaded_at = self._loaded_at.get(model.model, -_NEVER)
+            end = max(min(loaded_at + turn, hard), loaded_at + self._linger_of(model.model))
             if end > now and (model.busy or self._linger.until(model, now) is not None):
                 kept[model.model] = end
         return kept
@@ -442,6 +511,8 @@ class AdmissionPolicy:
         swap.load_started = now
         for victim in swap.victims:
             self._linger.gave_up(view.models[victim].target, now)
+            if victim in self._loaded_at:
+                self.estimates.saw_stay(victim, now - self._loaded_at[victim])
         actions.append(Load(swap.target, swap.victims))
 
     def _advance_drain(self, view: PoolView, now: float, actions: list[Action]) -> None:
@@ -506,7 +577,7 @@ class AdmissionPolicy:
                 later = after(later, load.target, load.size, load.victims)
         if overdue is not None and (self.swap is None or self.swap.target != overdue):
             keep = set(self._in_turn(overdue, view, now))
-            if now < self._queues[overdue].since + self._age_of(overdue):
+            if now < self._queues[overdue].head.enqueued + self._age_of(overdue):
                 # What loads now has its turn before it.
                 keep.update(load.target.model for load in self._loads())
             closed.update(self._plan(overdue, later, now, keep).victims)
@@ -519,6 +590,12 @@ class AdmissionPolicy:
         now: float | None = None,
         keep: Collection[str] = (),
     ) -> Plan:
+        size = self._queues[target].head.size
+        return plan(target, size, view, rank=self._rank(now), keep=keep)
+
+    def _rank(self, now: float | None) -> Callable[[ModelView], tuple[Any, ...]]:
+        """Who leaves first: draining already, not lingering, serving few, used long ago."""
+
         def rank(model: ModelView) -> tuple[Any, ...]:
             lingers = now is not None and self._linger.until(model, now) is not None
             return (
@@ -529,8 +606,7 @@ class AdmissionPolicy:
                 model.model,
             )
 
-        size = self._queues[target].head.size
-        return plan(target, size, view, rank=rank, keep=keep)
+        return rank
 
     def _linger_end(self, wish: Plan, view: PoolView, now: float) -> float | None:
         """When the last victim stops lingering; None if none does."""
@@ -541,7 +617,9 @@ class AdmissionPolicy:
         return self.dials.linger_for(self.estimates.swap(model, self._sizes.get(model, 0)))
 
     def _age_of(self, target: Target) -> float:
-        size = self._queues[target].head.size
+        return self._age_for(target, self._queues[target].head.size)
+
+    def _age_for(self, target: Target, size: int) -> float:
         return self.dials.age_for(self.estimates.swap(target.model, size))
 
     def _load_limit(self, load: Swap) -> float:
@@ -560,8 +638,8 @@ class AdmissionPolicy:
             if self._is_loading(target) or target in view.ready:
                 continue
             age = self._age_of(target)
-            times.append(queue.since + self.dials.share(age, share))
-            times.append(queue.since + age)
+            times.append(self._due(target, share))
+            times.append(queue.head.enqueued + age)
             times += self._in_turn(target, view, now).values()
             times.append(self._no_drain_before.get(target, now))
             if loads:
@@ -604,11 +682,12 @@ class AdmissionPolicy:
     def _remember(self, target: Target, queue: _Queue, outcome: Outcome) -> None:
         """The demand goes on for a while though nobody waits at the moment."""
         now = self._latest
-        for old in [t for t, (_, until) in self._demands.items() if until < now]:
+        for old in [t for t, demand in self._demands.items() if demand.until < now]:
             del self._demands[old]
         for old in [t for t, until in self._no_drain_before.items() if until < now]:
             del self._no_drain_before[old]
-        self._demands[target] = (queue.since, now + _COMES_BACK_S.get(outcome, 0.0))
+        until = now + _COMES_BACK_S.get(outcome, 0.0)
+        self._demands[target] = _Demand(queue.since, queue.due_by, until)
 
 
 def _as_granted(view: PoolView, actions: list[Action]) -> PoolView:

@@ -27,6 +27,7 @@ class Estimates:
     seconds_per_byte: float = PRIOR_SECONDS_PER_BYTE
     _swaps: dict[str, float] = field(default_factory=dict)
     _drains: dict[str, float] = field(default_factory=dict)
+    _stays: dict[str, float] = field(default_factory=dict)
 
     def saw_swap(self, model: str, seconds: float) -> None:
         """``model`` was resident ``seconds`` after it was asked for, evictions included."""
@@ -35,6 +36,14 @@ class Estimates:
     def saw_drain(self, model: str, seconds: float) -> None:
         """A busy ``model`` took ``seconds`` from the closing of its gate to idle."""
         _blend(self._drains, model, seconds)
+
+    def saw_stay(self, model: str, seconds: float) -> None:
+        """``model`` gave its place to another one ``seconds`` after it was loaded."""
+        _blend(self._stays, model, seconds)
+
+    def stay(self, model: str) -> float | None:
+        """Seconds from the load of ``model`` until it leaves for another one, if seen."""
+        return self._stays.get(model)
 
     def swap(self, model: str, size: int) -> float:
         """Seconds from idle victims to ``model`` of ``size`` bytes resident."""
