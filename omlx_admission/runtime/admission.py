@@ -454,7 +454,8 @@ class Admission:
         waiter: Waiter | None = None,
     ) -> Refusal:
         now = self.now()
-        seconds = self.policy.estimate(ask.target, ask.size, view, now)
+        patience = waiter.deadline - waiter.enqueued if waiter is not None else 0.0
+        seconds = self.policy.retry_in(ask.target, ask.size, view, now, patience)
         hint = retry_after(seconds)
         text = explain(self.policy, view, ask, code, waited, hint, waiter)
         return Refusal(503, code, text, hint)
