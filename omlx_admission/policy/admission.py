@@ -18,7 +18,8 @@ request, S the swap, M models, q waiters and C slots a model.
 Where n models wait they share W: a gate closes when the oldest demand is W/n old
 and the loaded model has had a turn of W/n since its load. Else the second in
 line becomes due while the first still loads, and the swap to the first buys a
-single request. Nobody's turn outlasts the W of another, so the bound stands.
+single request. But for a moment (h, W/4 at most) nobody's turn outlasts the W of
+another, so the bound stands wherever R + S is below three quarters of W.
 
 An idle model is given up at once, unless models have shown lately that they come
 back within h seconds; then it is kept for h. A decision to swap stands: it is
@@ -431,7 +432,11 @@ class AdmissionPolicy:
         return sum(1 for t in self._queues if t not in view.ready and not self._is_loading(t))
 
     def _in_turn(self, target: Target, view: PoolView, now: float) -> dict[str, float]:
-        """Models that ``target`` must let serve on, and until when: loaded lately, in use."""
+        """Models that ``target`` must let serve on, and until when: loaded lately, in use.
+
+        A moment is left even where ``target`` is overdue: who comes back just after the
+        load that was forecast for it must not have to wait for the next one.
+        """
         age = self._age_of(target)
         hard = self._queues[target].head.enqueued + age
         turn = self.dials.share(age, self._sharing(view))
@@ -441,7 +446,8 @@ class AdmissionPolicy:
             if model.model in decided:
                 continue
             loaded_at = self._loaded_at.get(model.model, -_NEVER)
-            end = max(min(loaded_at + turn, hard), loaded_at + self._linger_of(model.model))
+            least = min(self._linger_of(model.model), age / 4)
+            end = max(min(loaded_at + turn, hard), loaded_at + least)
             if end > now and (model.busy or self._linger.until(model, now) is not None):
                 kept[model.model] = end
         return kept
