@@ -37,7 +37,7 @@ async def limit(server: Server, rounds: int, most: int) -> list[str]:
     done = asyncio.Event()
 
     async def sample() -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             while not done.is_set():
                 status = (await http.get(f"{server.url}/v1/models/status")).json()
                 # A model whose load is about to end is both; it counts once.
