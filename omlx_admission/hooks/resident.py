@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from typing import Any
 
 from omlx_admission.hooks import faults
@@ -46,6 +47,7 @@ NEEDS = (
     UNLOAD,
     Need(POOL, "EnginePool._entries", Kind.VALUE),
     Need(POOL, "EnginePool._lock", Kind.VALUE),
+    Need(POOL, "EnginePool._settings_manager", Kind.VALUE),
     Need(
         POOL,
         "EnginePool._engine_runtime_signature",
@@ -113,7 +115,55 @@ def ready_engine(
     pool._validate_llm_engine_ready(model_id, engine)
     if loaded is None:
         entry.runtime_settings_signature = expected
+    if not force_lm and runtime_settings is None:
+        _remember(pool, state, model_id, entry)
     return engine
+
+
+def verified_engine(pool: Any, state: PoolState, model_id: str) -> Any:
+    """:func:`ready_engine` for the model's own settings, from what it found last time.
+
+    Stock copies all settings and builds their signature for every request; here
+    nothing is computed while nothing of it has changed.
+    """
+    seen = state.verified.get(model_id)
+    entry = pool._entries.get(model_id)
+    if seen is None or entry is None:
+        return None
+    engine = entry.engine
+    if (
+        engine is None
+        or engine is not seen.engine()
+        or entry.is_loading
+        or entry.pending_unload_reason
+        or entry.runtime_settings_signature is not seen.signature
+        or model_id in state.unloading
+    ):
+        return None
+    manager = pool._settings_manager
+    if manager is not seen.manager:
+        return None
+    if manager is not None and manager._settings.get(model_id) is not seen.settings:
+        return None
+    return engine
+
+
+def _remember(pool: Any, state: PoolState, model_id: str, entry: Any) -> None:
+    """Keep what :func:`verified_engine` compares, where this oMLX keeps it as known."""
+    manager = pool._settings_manager
+    stored = None
+    if manager is not None:
+        by_model = getattr(manager, "_settings", None)
+        if not isinstance(by_model, dict):
+            return
+        stored = by_model.get(model_id)
+    try:
+        engine = weakref.ref(entry.engine)
+    except TypeError:
+        return
+    state.verified[model_id] = Verified(
+        engine, entry.runtime_settings_signature, manager, stored
+    )
 
 
 def is_vlm(engine: Any) -> bool:
@@ -204,12 +254,16 @@ _tasks: set[asyncio.Task[None]] = set()
 
 async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     """Return a loaded engine at once; otherwise go the stock way."""
-    model_id, force_lm, lease, runtime_settings = arguments(*args, **kwargs)
     state = state_of(pool)
     admission = state.admission
+    model_id, force_lm, lease, runtime_settings = arguments(*args, **kwargs)
     if admission is None or model_id not in admission.gated:
         try:
-            engine = ready_engine(pool, state, model_id, force_lm, runtime_settings)
+            engine = None
+            if not force_lm and runtime_settings is None:
+                engine = verified_engine(pool, state, model_id)
+            if engine is None:
+                engine = ready_engine(pool, state, model_id, force_lm, runtime_settings)
         except Exception as error:  # noqa: BLE001 - stock decides what this call gets
             faults.note("resident path", error)
             engine = None
