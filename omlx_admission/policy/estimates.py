@@ -116,4 +116,4 @@ class Dials:
         """
         if wanted:
             return max(2 * self.budget, 10 * swap)
-        return max(60.0, 5 * swap)
+        return max(self.budget, 10 * swap)
