@@ -85,8 +85,9 @@ class Simulator:
         self.load_seconds: Callable[[str], float] = lambda m: self.specs[m].load_s
         self.unload_seconds: Callable[[str], float] = lambda m: self.specs[m].unload_s
         self.events = 0
+        self.last_done = 0.0
         self._polls = polls
-        self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, float, int, Callable[[], object]]] = []
         self._sequence = 0
         self._running: dict[str, int] = dict.fromkeys(self.specs, 0)
         self._queued: dict[str, deque[Request]] = {n: deque() for n in self.specs}
@@ -99,7 +100,7 @@ class Simulator:
         """Virtual seconds since the start."""
         return self.world.now
 
-    def at(self, time: float, event: Callable[[], None]) -> None:
+    def at(self, time: float, event: Callable[[], object]) -> None:
         """Run ``event`` at ``time``; simultaneous ones in random order."""
         self._sequence += 1
         entry = (max(time, self.now), self.random.random(), self._sequence, event)
@@ -169,6 +170,7 @@ class Simulator:
                 self._queued[name].remove(request)
             except ValueError:
                 pass  # granted in this very turn
+        self.last_done = self.now
         self.world.finish(request)
         while running and self._queued[name]:
             following = self._queued[name].popleft()
