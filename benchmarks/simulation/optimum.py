@@ -69,8 +69,8 @@ def fewest_swaps(arrivals: Sequence[Arrival], delay: Delay) -> int:
                 now = list(left)
                 if current >= 0:
                     now[current] = instant
-                for model in visited:
-                    now[model] = instant
+                for visit in visited:
+                    now[visit] = instant
                 key = (visited[-1], tuple(now))
                 cost = swaps + len(visited)
                 if cost < following.get(key, 1 << 30):
