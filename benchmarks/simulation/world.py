@@ -34,6 +34,10 @@ from omlx_admission.policy.planner import never_fits
 #: As in the runtime: repetitions of one step until nothing more follows.
 MOST_STEPS = 16
 
+#: Seconds for which free memory may lie idle while somebody waits for it: the pause
+#: after refused loads, and an unload whose room is kept for the one in front.
+PATIENCE_S = 12.0
+
 
 class Broken(AssertionError):
     """The contract was violated; the text says which key."""
@@ -190,6 +194,7 @@ class World:
     closing: bool = False
     _overhang: int = 0
     _unseen: bool = False
+    _could_work_since: float | None = None
 
     # -- what the pool looks like -------------------------------------------
 
@@ -647,6 +652,7 @@ class World:
                 raise Broken("K6: a swap for nobody")
         elif ours and not (loads and ours <= set(loads[0].victims)):
             raise Broken(f"K8: {ours} drain for nothing")
+        self._check_work()
         if policy.gated:
             self._check_gates()
         if not policy.waiting and not loads:
@@ -655,6 +661,34 @@ class World:
                 raise Broken("K8: idle, yet a gate or mark is left")
             if policy.swap is not None or policy.side is not None:
                 raise Broken("K8: idle, yet a swap is left")
+
+    def _check_work(self) -> None:
+        """Nobody waits for what could be had at once (K5), or without taking from others.
+
+        The second with some patience: a refused load is tried again after up to a
+        second, and room that settles is kept for the one it was made for.
+        """
+        policy = self.policy
+        for target in policy.targets:
+            if self.is_ready(target) and target.model not in policy.gated:
+                raise Broken(f"K5: {target} serves and is open, yet somebody waits for it")
+        busy = self.job is not None or policy.swap is not None or policy.side is not None
+        if busy or not any(self._is_free_for(t) for t in policy.targets):
+            self._could_work_since = None
+        elif self._could_work_since is None:
+            self._could_work_since = self.now
+        elif self.now > self._could_work_since + PATIENCE_S:
+            raise Broken(f"K7: idle since {self._could_work_since}, {policy.targets} wait")
+
+    def _is_free_for(self, target: Target) -> bool:
+        m = self.models.get(target.model)
+        if m is None or m.holds_memory or m.exclusive or not m.registered:
+            return False
+        held = sum(x.holds_memory for x in self.models.values())
+        if self.max_models and held >= self.max_models:
+            return False
+        used = self.tracked() + self.hard_residue + self.soft_residue
+        return used + m.size <= self.ceiling
 
     def _check_gates(self) -> None:
         policy = self.policy
