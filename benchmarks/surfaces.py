@@ -186,7 +186,8 @@ async def scrape(port: int) -> None:
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     body = b"x" * 10_000
-    while await reader.readuntil(b"\r\n\r\n"):
+    while not reader.at_eof():
+        await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10000\r\n\r\n" + body)
 
 
@@ -263,7 +264,7 @@ def main() -> None:
     parser.add_argument("--what", choices=("models", "embedding"), default="embedding")
     parser.add_argument("--scrape", type=int, metavar="PORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.scrape:
+    if arguments.scrape is not None:
         asyncio.run(scrape(arguments.scrape))
         return
     logging.getLogger("omlx.admission").setLevel(logging.WARNING)

@@ -77,6 +77,7 @@ def test_without_the_key_there_is_nothing(path: str, headers: dict[str, str]) ->
         answer = await site.get(path, **headers)
         assert answer.status_code == 401
         assert "agent-0" not in answer.text
+        assert "html" not in answer.headers["content-type"], "no browser asked"
         assert site.readings == 0
 
     run(test)
