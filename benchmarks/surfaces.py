@@ -186,9 +186,12 @@ async def scrape(port: int) -> None:
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     body = b"x" * 10_000
-    while not reader.at_eof():
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10000\r\n\r\n" + body)
+    try:
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10000\r\n\r\n" + body)
+    except (asyncio.CancelledError, asyncio.IncompleteReadError):
+        writer.close()
 
 
 def watched(server: Server, what: str, per_s: float, pairs: int, seconds: float) -> None:
