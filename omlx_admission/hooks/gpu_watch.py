@@ -19,6 +19,7 @@ from omlx_admission import __version__
 from omlx_admission.hooks import faults, gpu_engine, gpu_jobs
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.policy.gpu_faults import GpuFault
 from omlx_admission.runtime import gpu_turn
 from omlx_admission.runtime.exposure_file import (
     FILE_NAME,
@@ -94,12 +95,31 @@ def step_burst(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
         for step in outputs:
             for output in step.outputs:
                 if output.error:
-                    watch.saw_text(output.error, name)
+                    _swallowed(output, name)
         if not any(_queues(scheduler)):
             watch.idle(name)
     except Exception as error:  # noqa: BLE001
         faults.note("the exposure ledger", error)
     return outputs
+
+
+def _swallowed(output: Any, name: str) -> None:
+    """oMLX ends a request whose prefill failed by itself and keeps only the error's text.
+
+    A text may quote anything, so it never ends the process: where it tells of a lockout,
+    the GPU is asked, and MLX's own error, if there is one, is what counts.
+    """
+    fault = watch.saw_text(output.error, name)
+    if fault is None:
+        return
+    output.error = str(GpuFaultError(RuntimeError(output.error), fault, name))
+    if fault is GpuFault.SUBMISSIONS_IGNORED and watch.exit is not None:
+        import mlx.core as mx
+
+        try:
+            mx.eval(mx.zeros((1,)) + 1)
+        except RuntimeError as error:
+            watch.saw(error, name)
 
 
 def sweep(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:

@@ -234,6 +234,41 @@ class TestLockout:
         scenario(bench, test)
         assert len(exits) == 1
 
+    @exposure_only(exit_on_gpu_lockout=True)
+    @pytest.mark.parametrize("really", [True, False])
+    def test_a_text_only_makes_it_ask_the_gpu(
+        self,
+        bench: Bench,  # noqa: F811
+        exits: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+        really: bool,
+    ) -> None:
+        """oMLX swallowed the error of a prefill and kept its text, or a client wrote it."""
+        import mlx.core as mx
+        from omlx.request import RequestOutput
+        from omlx.scheduler import SchedulerOutput
+
+        output = SchedulerOutput()
+        ended = RequestOutput(request_id="r", finished=True, error=IGNORED)
+        output.outputs.append(ended)
+
+        def refused(*_: Any) -> None:
+            raise RuntimeError(IGNORED)
+
+        async def test() -> None:
+            a = bench.core("a")
+            a.scheduler.step = lambda: output
+            if really:
+                monkeypatch.setattr(mx, "eval", refused)
+            a._step_burst()
+            monkeypatch.undo()
+
+        scenario(bench, test)
+        assert len(exits) == int(really)
+        assert ended.error is not None
+        assert ended.error.startswith(IGNORED)
+        assert "until the server restarts" in ended.error
+
     @exposure_only(exit_on_gpu_lockout=False)
     def test_switched_off_it_goes_on(
         self,

@@ -1,0 +1,73 @@
+"""A server whose GPU can be made to fail, and whose GPU work is written down.
+
+``python gpu_server.py PLAN serve ...`` as `omlx_admission.surfaces.demo.launch`. From
+the moment the file named by ``GPU_FAILS`` is there, every synchronise (with ``GPU_WHERE``
+``work``: every evaluation) raises its text as MLX does. ``GPU_SPANS`` names the file for
+one JSON line per burst or embedding: model, start, end (seconds of the monotonic clock),
+its work in flight included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import wrapt
+
+from omlx_admission.surfaces.demo import launch
+
+_stock = mx.synchronize
+_fails = Path(os.environ.get("GPU_FAILS", "/nowhere"))
+
+
+def _failing(stock: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _fails.exists():
+            raise RuntimeError(_fails.read_text())
+        return stock(*args, **kwargs)
+
+    return call
+
+
+def _record(path: str) -> None:
+    lock = threading.Lock()
+    file = Path(path).open("a", buffering=1)  # noqa: SIM115 - it ends with the process
+
+    def work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        start = time.monotonic()
+        result = wrapped(*args, **kwargs)
+        scheduler = getattr(instance, "scheduler", None)
+        if scheduler is not None:
+            if not any(output.has_work for output in result):
+                return result
+            _stock(scheduler._stream)
+            name = instance.config.model_name
+        else:
+            name = instance.model_name
+        _stock()
+        with lock:
+            line = [Path(name).name, start, time.monotonic()]
+            file.write(json.dumps(line) + "\n")
+        return result
+
+    def wrap(name: str) -> Any:
+        return lambda module: wrapt.wrap_function_wrapper(module, name, work)
+
+    # Before omlx-admission's own hooks: these wrappers lie inside its.
+    wrapt.register_post_import_hook(wrap("EngineCore._step_burst"), "omlx.engine_core")
+    wrapt.register_post_import_hook(wrap("MLXEmbeddingModel.embed"), "omlx.models.embedding")
+
+
+if __name__ == "__main__":
+    if os.environ.get("GPU_WHERE") == "work":
+        mx.eval, mx.async_eval = _failing(mx.eval), _failing(mx.async_eval)
+    else:
+        mx.synchronize = _failing(mx.synchronize)
+    if spans := os.environ.get("GPU_SPANS"):
+        _record(spans)
+    launch.main()

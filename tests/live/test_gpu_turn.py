@@ -1,0 +1,241 @@
+"""The GPU turn and the way out of the penalty box, on whole servers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omlx_admission.runtime import exposure_file
+from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo.client import Answer, Client
+from omlx_admission.surfaces.demo.server import Server
+
+from .conftest import Omlx
+
+IGNORED = (
+    "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU "
+    "errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"
+)
+
+
+class GpuServer(Server):
+    """Starts `gpu_server` instead of the demo's launcher."""
+
+    def _command(self) -> list[str]:
+        command = super()._command()
+        command[1:3] = [str(Path(__file__).with_name("gpu_server.py"))]
+        return command
+
+
+@pytest.fixture(scope="module")
+def two_and_an_embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("gpu-models")
+    for seed, name in enumerate("ab"):
+        tinymodels.make_text_model(root, name=name, seed=seed, hidden=128, layers=4)
+    tinymodels.make_embedder(root, name="e")
+    return root
+
+
+@pytest.fixture
+def gpu_serve(
+    omlx: Omlx, two_and_an_embedder: Path, tmp_path: Path
+) -> Iterator[Callable[..., GpuServer]]:
+    """Start a patched server with these models; keywords are variables."""
+    running: list[GpuServer] = []
+
+    def serve(**variables: str) -> GpuServer:
+        server = GpuServer(
+            two_and_an_embedder,
+            tmp_path / "base",
+            True,
+            source=omlx.source,
+            python=omlx.python or sys.executable,
+            environment=variables,
+            memory_gb=None,
+        )
+        running.append(server)
+        return server.__enter__()
+
+    yield serve
+    for server in running:
+        server.__exit__()
+
+
+def chat_body(model: str, text: str, tokens: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": tokens,
+        "temperature": 0.0,
+    }
+
+
+def said(answer: Answer) -> str:
+    assert answer.ok, answer
+    return str(json.loads(answer.body)["choices"][0]["message"]["content"])
+
+
+def everything_at_once(server: Server) -> dict[str, str]:
+    """Both text models and the embedder busy together; returns what the models said."""
+
+    async def scenario() -> dict[str, str]:
+        client = Client(server.url)
+        chats = {n: await client.chat(n, tokens=60) for n in "ab"}
+        alone = {n: said(answer) for n, answer in chats.items()}
+        body = {"model": "e", "input": ["some words"] * 8}
+        together = await asyncio.gather(
+            *(client.chat(n, tokens=60) for n in "ab" for _ in range(3)),
+            *(client.post("/v1/embeddings", body) for _ in range(6)),
+        )
+        assert all(a.status == 200 for a in together)
+        for answer in together[:6]:
+            assert said(answer) == alone[answer.model]
+        return alone
+
+    return asyncio.run(scenario())
+
+
+def works(path: Path) -> list[tuple[str, float, float]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted((name, start, end) for name, start, end in lines)
+
+
+def overlaps(found: list[tuple[str, float, float]]) -> list[tuple[Any, Any]]:
+    by_start = sorted(found, key=lambda work: work[1])
+    return [(one, two) for one, two in itertools.pairwise(by_start) if two[1] < one[2]]
+
+
+def test_nobody_is_on_the_gpu_together_and_answers_stay_the_same(
+    gpu_serve: Callable[..., GpuServer], tmp_path: Path
+) -> None:
+    spans = tmp_path / "spans"
+    server = gpu_serve(OMLX_SERIALIZE_ENGINE_GPU="1", GPU_SPANS=str(spans))
+    everything_at_once(server)
+    found = works(spans)
+    assert {name for name, _s, _e in found} == {"a", "b", "e"}
+    assert overlaps(found) == []
+
+
+def test_without_the_turn_they_are_and_nothing_of_it_is_wrapped(
+    gpu_serve: Callable[..., GpuServer], tmp_path: Path
+) -> None:
+    """The check above can fail: stock does overlap."""
+    spans = tmp_path / "spans"
+    server = gpu_serve(GPU_SPANS=str(spans))
+    everything_at_once(server)
+    assert overlaps(works(spans))
+
+
+def test_the_settings_file_switches_it_on_and_keeps_the_key(
+    gpu_serve: Callable[..., GpuServer], tmp_path: Path, omlx: Omlx
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    settings = base / "settings.json"
+    settings.write_text(json.dumps({"scheduler": {"serialize_engine_gpu": True}}))
+    spans = tmp_path / "spans"
+    server = gpu_serve(GPU_SPANS=str(spans))
+    everything_at_once(server)
+    assert overlaps(works(spans)) == []
+    written = json.loads(settings.read_text())
+    if omlx.name != "stand-in":
+        assert "server" in written, "this oMLX has saved its settings"
+    assert written["scheduler"]["serialize_engine_gpu"] is True
+
+
+def test_the_ledger_counts_two_busy_engines_and_both_ends_of_the_run(
+    gpu_serve: Callable[..., GpuServer], tmp_path: Path
+) -> None:
+    server = gpu_serve()
+    everything_at_once(server)
+    server.__exit__()
+    lines = exposure_file.read(tmp_path / "base" / exposure_file.FILE_NAME).lines
+    assert sum(line.starts for line in lines) == sum(line.stops for line in lines) == 1
+    total = lines[0].record
+    for line in lines[1:]:
+        total.add(line.record)
+    assert total.hours(busy=2, serialised=False) > 0
+    assert total.hours(busy=0, serialised=False) > 0
+    assert total.names() == {"a", "b", "e"}
+
+
+@pytest.mark.parametrize(
+    ("where", "turn"), [("synchronise", "0"), ("synchronise", "1"), ("work", "0")]
+)
+def test_a_process_in_the_penalty_box_ends_itself(
+    gpu_serve: Callable[..., GpuServer], tmp_path: Path, omlx: Omlx, where: str, turn: str
+) -> None:
+    if omlx.name == "stand-in" and (where, turn) == ("synchronise", "0"):
+        pytest.skip("a step of the stand-in synchronises nothing")
+    fails = tmp_path / "fails"
+    server = gpu_serve(GPU_FAILS=str(fails), GPU_WHERE=where, OMLX_SERIALIZE_ENGINE_GPU=turn)
+
+    async def scenario() -> None:
+        client = Client(server.url, timeout=30)
+        assert (await client.chat("a", tokens=4)).ok
+        fails.write_text(IGNORED)
+        chat = asyncio.create_task(client.chat("a", tokens=2000))
+        assert server._process is not None
+        assert await asyncio.to_thread(server._process.wait, 30) == 70
+        await chat
+
+    asyncio.run(scenario())
+    assert "GPU fault SubmissionsIgnored in 'a'" in server.log
+    lines = exposure_file.read(tmp_path / "base" / exposure_file.FILE_NAME).lines
+    assert any(line.record.faults for line in lines)
+    assert not any(line.stops for line in lines)
+
+
+def test_switched_off_it_goes_on_as_stock_does(
+    gpu_serve: Callable[..., GpuServer], tmp_path: Path
+) -> None:
+    fails = tmp_path / "fails"
+    server = gpu_serve(
+        GPU_FAILS=str(fails), GPU_WHERE="work", OMLX_ADMISSION_EXIT_ON_GPU_LOCKOUT="0"
+    )
+
+    async def scenario() -> None:
+        client = Client(server.url, timeout=30)
+        assert (await client.chat("a", tokens=4)).ok
+        fails.write_text(IGNORED)
+        # Stock may well try for ever: nobody waits for this answer.
+        chat = asyncio.create_task(client.chat("a", tokens=20))
+        for _ in range(300):
+            if "GPU fault SubmissionsIgnored" in server.log:
+                break
+            await asyncio.sleep(0.1)
+        status, _ = await client.get("/health")
+        assert status == 200
+        chat.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_the_same_text_in_a_prompt_changes_nothing(
+    gpu_serve: Callable[..., GpuServer],
+) -> None:
+    server = gpu_serve()
+
+    async def scenario() -> None:
+        client = Client(server.url)
+        for path, body in (
+            ("/v1/chat/completions", chat_body("a", IGNORED, 8)),
+            ("/v1/completions", {"model": "a", "prompt": IGNORED, "max_tokens": 8}),
+            ("/v1/embeddings", {"model": "e", "input": IGNORED}),
+            ("/v1/chat/completions", chat_body(IGNORED, IGNORED, 8)),
+            ("/v1/chat/completions", {**chat_body("a", "x", 8), "messages": IGNORED}),
+        ):
+            await client.post(path, body)
+        assert (await client.chat("a", tokens=8)).ok
+
+    asyncio.run(scenario())
+    assert server._process is not None
+    assert server._process.poll() is None
+    assert "GPU fault" not in server.log
