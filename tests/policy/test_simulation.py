@@ -71,9 +71,13 @@ class TestChaos:
         self, broken: str, key: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(AdmissionPolicy, broken, lambda *_args, **_kwargs: None)
-        with pytest.raises(Broken, match=key):
+
+        def play() -> None:
             for seed in range(300):
                 chaos.run(seed)
+
+        with pytest.raises(Broken, match=key):
+            play()
 
 
 class TestBound:
