@@ -138,7 +138,7 @@ class AdmissionPolicy:
         self._latest = 0.0
         self._marked: set[str] = set()
         self._demands: dict[Target, _Demand] = {}
-        self._no_drain_before: dict[Target, float] = {}
+        self._spared_until: dict[str, float] = {}
         self._sizes: dict[str, int] = {}
         self._loaded_at: dict[str, float] = {}
         self._linger = Linger(self._linger_of)
@@ -355,8 +355,9 @@ class AdmissionPolicy:
         actions: list[Action] = []
         self._linger.observe(view, now)
         self._marked &= view.models.keys()  # whoever left memory took its mark along
-        for gone in self._loaded_at.keys() - view.models.keys():
-            del self._loaded_at[gone]
+        for known in (self._loaded_at, self._spared_until):
+            for gone in known.keys() - view.models.keys():
+                del known[gone]
         self._refuse_hopeless(view, actions)
         self._review_swap(view, now, actions)
         if self.swap is None:
@@ -402,8 +403,12 @@ class AdmissionPolicy:
             self.swap = None
             actions.append(Grant(swap.target, self._take_all(swap.target, Outcome.GRANTED)))
         elif now >= swap.started + self.dials.drain_limit:
-            # Its victims serve again for as long as they would have before.
-            self._no_drain_before[swap.target] = now + self._age_of(swap.target)
+            # Who did not become idle serves again, and is left alone for a while.
+            pause = max(self._age_of(swap.target), self.dials.drain_limit / 4)
+            for name in swap.victims:
+                model = view.models.get(name)
+                if model is not None and model.busy:
+                    self._spared_until[name] = now + pause
             self.swap = None
 
     def _overdue(self, view: PoolView, now: float) -> Target | None:
@@ -414,8 +419,6 @@ class AdmissionPolicy:
             if self._is_loading(target) or target in view.ready:
                 continue
             if queue.retries >= _PATIENCE_REFUSALS:
-                continue
-            if now < self._no_drain_before.get(target, now):
                 continue
             if now >= self._due(target, share):
                 return target
@@ -447,7 +450,11 @@ class AdmissionPolicy:
                 continue
             loaded_at = self._loaded_at.get(model.model, -_NEVER)
             least = min(self._linger_of(model.model), age / 4)
-            end = max(min(loaded_at + turn, hard), loaded_at + least)
+            end = max(
+                min(loaded_at + turn, hard),
+                loaded_at + least,
+                self._spared_until.get(model.model, now),
+            )
             if end > now and (model.busy or self._linger.until(model, now) is not None):
                 kept[model.model] = end
         return kept
@@ -647,7 +654,6 @@ class AdmissionPolicy:
             times.append(self._due(target, share))
             times.append(queue.head.enqueued + age)
             times += self._in_turn(target, view, now).values()
-            times.append(self._no_drain_before.get(target, now))
             if loads:
                 continue
             times.append(queue.retry_at)
@@ -678,7 +684,6 @@ class AdmissionPolicy:
         queue = self._queues.pop(target, None)
         if queue is None:
             return ()
-        self._no_drain_before.pop(target, None)
         waiters = tuple(queue.waiters.values())
         for waiter in waiters:
             waiter.outcome = outcome
@@ -690,8 +695,6 @@ class AdmissionPolicy:
         now = self._latest
         for old in [t for t, demand in self._demands.items() if demand.until < now]:
             del self._demands[old]
-        for old in [t for t, until in self._no_drain_before.items() if until < now]:
-            del self._no_drain_before[old]
         until = now + _COMES_BACK_S.get(outcome, 0.0)
         self._demands[target] = _Demand(queue.since, queue.due_by, until)
 
