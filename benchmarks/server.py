@@ -44,19 +44,23 @@ def models(root: Path) -> Path:
 def resident_beside_a_load(server: Server, load_s: float) -> list[tuple[str, str]]:
     """Latency of resident A before and during the load of B; both fit."""
 
+    # Open arrivals: a request that stalls delays none of the others. The same series
+    # without a load is what it is compared with.
+    step = 0.8 * load_s / _REQUESTS
+
+    async def series(client: Client) -> list[Answer]:
+        calls = (client.chat("a", tokens=40, delay=0.3 + n * step) for n in range(_REQUESTS))
+        return list(await asyncio.gather(*calls))
+
     async def scenario() -> tuple[list[Answer], list[Answer]]:
         client = Client(server.url)
         await client.chat("a", tokens=40)
-        await client.chat("a", tokens=40)
-        quiet = [await client.chat("a", tokens=40) for _ in range(_REQUESTS)]
+        await series(client)  # warm
+        quiet = await series(client)
         loading = asyncio.create_task(client.chat("b"))
-        # Open arrivals: a request that stalls delays none of the others.
-        step = 0.8 * load_s / _REQUESTS
-        loaded = await asyncio.gather(
-            *(client.chat("a", tokens=40, delay=0.3 + n * step) for n in range(_REQUESTS))
-        )
+        loaded = await series(client)
         await loading
-        return quiet, list(loaded)
+        return quiet, loaded
 
     quiet, loaded = asyncio.run(scenario())
     assert all(a.ok for a in (*quiet, *loaded)), "a request of the resident was refused"
