@@ -318,9 +318,11 @@ class AdmissionPolicy:
         """
         swap = self._end_load(target)
         self.estimates.saw_swap(target.model, now - swap.load_started)
-        self._linger.idle(target.model, now)
         self._loaded_at[target.model] = now
-        return self._take_all(target, Outcome.GRANTED)
+        waiters = self._take_all(target, Outcome.GRANTED)
+        # Loaded for clients that have all left, it is not worth keeping a moment.
+        self._linger.idle(target.model, now if waiters else -_NEVER)
+        return waiters
 
     def load_refused(self, target: Target, now: float) -> None:
         """The pool found no room after all: the waiters stay, the next try is later."""

@@ -1,0 +1,427 @@
+"""Rules of the policy one by one, each in the smallest situation that shows it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks.simulation.world import Mark, Model, Request, World
+from omlx_admission.policy.admission import AdmissionPolicy
+from omlx_admission.policy.estimates import Dials, Estimates
+from omlx_admission.policy.model import CancelLoad, Outcome, Target
+
+A, B, C, D, E = (Target(n) for n in "ABCDE")
+SIZES = {"A": 60, "B": 60, "C": 60, "D": 30, "E": 10}
+#: So that the prior expects 10 s for 60: W is 140 s, h is 5 s.
+ESTIMATES = {"seconds_per_byte": 9.5 / 60}
+
+
+def house(resident: str = "A", *, dials: Dials | None = None, **kwargs: object) -> World:
+    world = World(
+        AdmissionPolicy(dials or Dials(), Estimates(**ESTIMATES)),
+        {n: Model(n, s) for n, s in SIZES.items()},
+        100,
+        **kwargs,  # type: ignore[arg-type]
+    )
+    for name in resident:
+        world.models[name].resident = True
+    return world
+
+
+def at(world: World, seconds: float) -> None:
+    """The policy's alarm rings, as the runtime arms it, until ``seconds``."""
+    while (wake := world.policy.wake_at) is not None and wake <= seconds:
+        world.now = max(world.now, wake)
+        world.step()
+    world.now = seconds
+    world.probe()
+
+
+def load(world: World, result: str = "ok", seconds: float = 10.0) -> None:
+    """Carry the load task in progress through."""
+    while world.job is not None:
+        stage = world.advance_load()
+        if stage == "unloading":
+            job = world.job
+            assert job is not None
+            assert job.unload is not None
+            world.end_unload(job.unload)
+        elif stage == "loading":
+            world.now += seconds
+            world.end_load(result)
+            return
+
+
+class TestFirstSwap:
+    def test_an_idle_resident_is_given_up_in_the_same_step(self) -> None:
+        world = house()
+        world.arrive(B)
+        assert world.job is not None
+        assert world.job.victims == ["A"]
+
+    def test_any_sufficient_idle_victim_will_do(self) -> None:
+        """Nobody insists on a busy first choice while another one idles."""
+        world = house("DA")
+        world.models["D"].last_used = -1
+        world.arrive(D)
+        world.arrive(B)
+        assert world.job is not None
+        assert world.job.victims == ["A"]
+
+
+class TestGate:
+    def test_it_closes_when_the_waiter_is_w_old_and_not_before(self) -> None:
+        world = house()
+        user = world.arrive(A)
+        world.arrive(B)
+        at(world, 139.9)
+        assert world.arrive(A).outcome is Outcome.GRANTED
+        at(world, 140.0)
+        assert world.models["A"].mark is Mark.OURS
+        assert world.arrive(A).outcome is None
+        world.finish(user)
+
+    def test_waiting_models_share_w(self) -> None:
+        world = house()
+        world.arrive(A)
+        world.arrive(B)
+        world.arrive(C)
+        at(world, 69.9)
+        assert not world.policy.gated
+        at(world, 70.0)
+        assert world.policy.gated == {"A"}
+
+    def test_a_loaded_model_has_its_turn_though_the_next_is_due(self) -> None:
+        world = house()
+        user = world.arrive(A)
+        world.arrive(B)
+        world.arrive(C)
+        at(world, 80.0)
+        world.finish(user)
+        load(world)  # B, at 80
+        assert world.arrive(B).outcome is Outcome.GRANTED
+        at(world, 139.9)
+        assert world.arrive(B).outcome is Outcome.GRANTED, "C is 139.9 s old"
+        at(world, 140.0)
+        assert world.policy.gated == {"B"}, "nobody's turn outlasts another's W"
+
+    def test_an_overdue_swap_keeps_its_place_in_a_pause(self) -> None:
+        world = house()
+        user = world.arrive(A)
+        world.arrive(B)
+        at(world, 140.0)
+        world.finish(user)
+        load(world, "refused", 0.0)
+        world.arrive(D)
+        assert world.job is None, "D would fit, but B's pause is short"
+        at(world, 141.0)
+        assert world.job is not None
+        assert world.job.target == B
+
+    def test_but_not_when_it_is_refused_again_and_again(self) -> None:
+        world = house()
+        user = world.arrive(A)
+        world.arrive(B)
+        at(world, 140.0)
+        world.finish(user)
+        for _ in range(6):
+            at(world, world.now + 1.0)
+            load(world, "refused")
+        d = world.arrive(D)
+        load(world)
+        assert d.outcome is Outcome.GRANTED
+
+
+class TestDecision:
+    def decided(self, world: World) -> tuple[Request, Request]:
+        user, b = world.arrive(A), world.arrive(B)
+        at(world, 140.0)
+        assert world.models["A"].mark is Mark.OURS
+        return user, b
+
+    def test_a_pin_of_the_victim_does_not_leave_its_mark(self) -> None:
+        world = house()
+        self.decided(world)
+        world.models["A"].pinned = True
+        world.changed()
+        assert world.models["A"].mark is None
+
+    def test_it_may_take_a_shorter_way(self) -> None:
+        """Another model that suffices falls idle: it leaves, the drain is called off."""
+        world = house("")
+        world.models |= {"F": Model("F", 40), "G": Model("G", 50)}
+        world.ceiling = 110
+        for name in "FG":
+            world.models[name].resident = True
+        f, g, b = world.arrive(Target("F")), world.arrive(Target("G")), world.arrive(B)
+        at(world, 140.0)
+        marked = {m.name for m in world.models.values() if m.mark is Mark.OURS}
+        assert len(marked) == 1
+        other = ({"F", "G"} - marked).pop()
+        world.finish(f if other == "F" else g)
+        assert world.job is not None
+        assert world.job.victims == [other]
+        assert not any(m.mark for m in world.models.values())
+        load(world)
+        assert b.outcome is Outcome.GRANTED
+
+    def test_its_target_may_be_served_by_other_means(self) -> None:
+        world = house()
+        _, b = self.decided(world)
+        world.ceiling = 0
+        world.models["B"].resident = True
+        world.changed()
+        assert b.outcome is Outcome.GRANTED
+        assert world.models["A"].mark is None
+        assert not world.policy.gated
+
+    def test_others_load_beside_it_if_that_leaves_it_untouched(self) -> None:
+        world = house("AE")
+        _, b = self.decided(world)
+        d = world.arrive(D)
+        load(world)
+        assert d.outcome is Outcome.GRANTED
+        assert b.outcome is None
+        assert world.models["A"].mark is Mark.OURS
+
+    def test_also_by_evicting_an_idle_one_that_it_does_not_need(self) -> None:
+        world = house("AD")
+        self.decided(world)
+        world.models["F"] = Model("F", 30)
+        f = world.arrive(Target("F"))
+        assert world.job is not None
+        assert world.job.victims == ["D"]
+        load(world)
+        assert f.outcome is Outcome.GRANTED
+
+    def test_but_not_by_what_the_swap_needs(self) -> None:
+        world = house("A")
+        self.decided(world)
+        world.models["A"].size = 50
+        world.models["F"] = Model("F", 45)
+        world.arrive(Target("F"))
+        assert world.job is None, "it fits beside A, but would not beside B"
+
+
+class TestLinger:
+    def ping_pong(self) -> World:
+        """A, given up while idle, was wanted again 3 s later; now it is loaded and idle."""
+        world = house()
+        b = world.arrive(B)
+        world.now = 3.0
+        a = world.arrive(A)
+        load(world)
+        world.finish(b)
+        assert world.job is None, "B is given the chance to come back too"
+        at(world, world.now + 6.5)  # its load took 13 s
+        load(world)
+        world.finish(a)
+        return world
+
+    def test_an_idle_model_that_came_back_is_kept_for_h(self) -> None:
+        world = self.ping_pong()
+        world.arrive(B)
+        assert world.job is None
+        idle = world.now + 4.0
+        at(world, idle)
+        again = world.arrive(A)
+        assert again.outcome is Outcome.GRANTED
+        world.finish(again)
+        at(world, idle + 4.9)
+        assert world.job is None, "h counts from its last use"
+        at(world, idle + 5.0)
+        assert world.job is not None
+
+    def test_one_that_did_not_use_its_chance_is_not_kept_again(self) -> None:
+        world = self.ping_pong()
+        b = world.arrive(B)
+        at(world, world.now + 5.0)
+        load(world)
+        world.finish(b)
+        world.now += 100.0
+        a = world.arrive(A)
+        load(world)
+        world.finish(a)
+        world.arrive(B)
+        assert world.job is not None
+
+    def test_the_gate_ends_a_linger(self) -> None:
+        world = self.ping_pong()
+        world.policy.dials = Dials(max_age=0.0)  # type: ignore[attr-defined]
+        world.arrive(B)
+        assert world.job is not None
+
+    def test_a_model_loaded_for_nobody_is_not_kept(self) -> None:
+        world = self.ping_pong()
+        b = world.arrive(B)
+        at(world, world.now + 5.0)
+        world.leave(b, Outcome.CANCELLED)
+        load(world)
+        world.arrive(A)
+        assert world.job is not None
+
+
+class TestDemand:
+    def test_clients_that_send_again_keep_their_age(self) -> None:
+        """One that gives up after 50 s would else never grow W = 140 s old."""
+        world = house()
+        world.arrive(A)
+        for start in (0.0, 51.0, 102.0):
+            world.now = start
+            request = world.arrive(B)
+            at(world, min(start + 50.0, 139.9))
+            if start < 102:
+                world.leave(request, Outcome.CANCELLED)
+        assert not world.policy.gated
+        at(world, 140.0)
+        assert world.policy.gated == {"A"}
+
+    def test_but_a_demand_that_pauses_is_over(self) -> None:
+        world = house()
+        world.arrive(A)
+        world.leave(world.arrive(B), Outcome.CANCELLED)
+        world.now = 100.0
+        world.arrive(B)
+        at(world, 239.9)
+        assert not world.policy.gated
+        at(world, 240.0)
+        assert world.policy.gated == {"A"}
+
+    def test_who_was_refused_is_due_when_told_to_come_back(self) -> None:
+        world = house()
+        world.arrive(A)
+        first = world.arrive(B, 20.0)
+        at(world, 20.0)
+        world.leave(first, Outcome.EXPIRED)
+        world.now = 79.0
+        world.arrive(B, 20.0)
+        assert not world.policy.gated
+        at(world, 80.0)
+        assert world.policy.gated == {"A"}
+
+
+class TestHangs:
+    def test_a_load_that_hangs_is_cancelled_once_nobody_waits(self) -> None:
+        world = house("")
+        cancelled: list[str] = []
+        world.on_cancel = lambda job: cancelled.append(job.target.model)
+        request = world.arrive(A)
+        world.advance_load()
+        at(world, 299.0)
+        assert not cancelled
+        world.leave(request, Outcome.CANCELLED)
+        world.arrive(B)
+        assert not cancelled
+        at(world, 301.0)
+        assert cancelled == ["A"]
+        at(world, 500.0)
+        assert cancelled == ["A"], "once"
+
+    def test_with_waiters_it_gets_twice_the_budget(self) -> None:
+        world = house("")
+        cancelled: list[float] = []
+        world.on_cancel = lambda _job: cancelled.append(world.now)
+        world.arrive(A)
+        world.advance_load()
+        at(world, 700.0)
+        assert cancelled == [600.0]
+
+    def test_the_action_names_the_target(self) -> None:
+        world = house("")
+        world.arrive(A)
+        world.now = 1000.0
+        assert world.policy.step(world.view((A,)), 1000.0) == [CancelLoad(A)]
+
+
+class TestForecast:
+    def seconds(self, world: World, target: Target) -> float:
+        view = world.view((*world.policy.targets, target))
+        return world.policy.estimate(target, SIZES[target.model], view, world.now)
+
+    def test_a_loaded_model_is_served_now(self) -> None:
+        assert self.seconds(house(), A) == 0.0
+
+    def test_a_cold_one_after_its_swap(self) -> None:
+        assert self.seconds(house(), B) == pytest.approx(10.0)
+
+    def test_the_rest_of_a_load_in_progress(self) -> None:
+        world = house("")
+        world.arrive(A)
+        world.now = 4.0
+        assert self.seconds(world, A) == pytest.approx(6.0)
+        assert self.seconds(world, B) > 6.0 + 10.0
+
+    def test_it_grows_with_the_queue(self) -> None:
+        world = house()
+        world.arrive(A)
+        alone = self.seconds(world, C)
+        world.arrive(B)
+        assert self.seconds(world, C) > alone
+
+    def test_it_learns_how_long_loads_take(self) -> None:
+        world = house("")
+        world.arrive(A)
+        world.advance_load()
+        world.now = 30.0
+        world.end_load("ok")
+        world.finish(world.requests[0])
+        world.begin_unload("A")
+        world.end_unload("A")
+        assert self.seconds(world, A) == pytest.approx(30.0)
+
+    def test_patience_brings_a_client_back_earlier(self) -> None:
+        world = house()
+        world.arrive(A)
+        view = world.view((B,))
+        policy = world.policy
+        assert isinstance(policy, AdmissionPolicy)
+        late = policy.retry_in(B, 60, view, 0.0, 0.0)
+        early = policy.retry_in(B, 60, view, 0.0, 100.0)
+        assert late == pytest.approx(self.seconds(world, B))
+        assert early == pytest.approx(late - 25.0)
+
+
+class TestAlarm:
+    def test_none_when_nobody_waits(self) -> None:
+        world = house()
+        world.step()
+        assert world.policy.wake_at is None
+
+    def test_never_in_the_past_and_finite_while_somebody_waits(self) -> None:
+        world = house()
+        world.arrive(A)
+        world.arrive(B)
+        for _ in range(20):
+            wake = world.policy.wake_at
+            assert wake is not None
+            assert world.now < wake < math.inf
+            world.now = wake
+            world.step()
+
+    def test_rounding_does_not_silence_it(self) -> None:
+        """At the instant that it named itself the policy acts."""
+        for start in (0.1, 1 / 3, 1e6 + 0.7, 123.456):
+            world = house()
+            world.now = start
+            world.arrive(A)
+            world.arrive(B)
+            assert world.policy.wake_at is not None
+            world.now = world.policy.wake_at
+            world.step()
+            assert world.policy.gated == {"A"}
+
+
+def test_what_is_remembered_of_models_and_variants_has_a_bound() -> None:
+    world = house("")
+    for index in range(1000):
+        target = Target("E", index)
+        request = world.arrive(target, 300.0)
+        load(world)
+        world.finish(request)
+        world.now += 20.0
+    policy = world.policy
+    assert isinstance(policy, AdmissionPolicy)
+    sizes = [len(v) for v in vars(policy).values() if isinstance(v, dict | set)]
+    sizes += [len(v) for v in vars(policy._linger).values() if isinstance(v, dict)]
+    assert max(sizes) <= 300
