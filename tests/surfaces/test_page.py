@@ -125,11 +125,11 @@ def test_it_is_live_through_a_swap_with_waiters(
     )
     assert [row[:2] for row in rows] == [["1", "b"], ["2", "b"], ["3", "b"], ["4", "b"]]
     assert {row[5] for row in rows} == {f"agent-{i}" for i in range(4)}
+    # First the old model is unloaded; the new one's own load comes after that.
     label = "return document.getElementById('bar').getAttribute('aria-label')"
-    assert "b 1.61 GB loading, of a ceiling of 2.70 GB" in page.run(label)
-    drawn = "return document.querySelectorAll('#line svg .f-loading').length"
-    assert page.run(drawn) >= 2
-    assert page.run("return document.querySelectorAll('#line svg .f-wait').length") >= 1
+    page.until(f"{label} === arguments[0]", "b 1.61 GB loading, of a ceiling of 2.70 GB")
+    page.until("return document.querySelectorAll('#line svg .f-loading').length >= 2")
+    page.until("return document.querySelectorAll('#line svg .f-wait').length >= 1")
     shows(page, "now", "b is loaded")
     assert page.run("return document.getElementById('queue').hidden")
     asking.join()
