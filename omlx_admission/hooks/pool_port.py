@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from omlx_admission.hooks import resident
@@ -29,6 +29,23 @@ planned_victims: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVa
 #: model wanted as text, and settings given by a caller of a pool without any.
 _AS_TEXT = "as text"
 _EXPLICIT = "explicit settings"
+
+
+#: The settings of an engine whose runtime hooks are process-wide: one may live.
+_DFLASH = ("dflash_enabled", "True")
+
+
+def _exclusive(targets: Iterable[Target]) -> dict[str, str]:
+    """Models of which only one of a kind may be loaded: DFlash engines (B44).
+
+    Stock raises where the other one is busy, after it has begun to load.
+    """
+    groups: dict[str, str] = {}
+    for target in targets:
+        variant: Any = target.variant
+        if isinstance(variant, tuple) and _DFLASH in variant:
+            groups[target.model] = "dflash"
+    return groups
 
 
 def _nothing() -> None:
@@ -108,6 +125,7 @@ class OmlxPool:
         committed = max(int(module.mx.get_active_memory()), tracked)
         return PoolView(
             models=models,
+            exclusive=_exclusive((*(m.target for m in models.values()), *targets)),
             ready=frozenset(t for t in targets if self._is_ready(t)),
             unknown=frozenset(t for t in targets if t.model not in pool._entries),
             ceiling=ceiling,
@@ -223,22 +241,25 @@ class OmlxPool:
         # Stock refuses a marked model; the gate is closed, so nobody slips in.
         self.unmark(model)
         planned_victims.set(tuple(v for v in victims if v != model))
-        if max_models:
-            await self._make_places(ask, victims, max_models)
+        await self._make_places(ask, victims, max_models)
         engine = await self._stock_get_engine(**ask.arguments)
         if not self.in_service(model, engine):
             raise self._errors.ModelLoadingError(model, f"Model '{model}' is being unloaded")
         self._loaded_for[model] = (weakref.ref(engine), ask.target)
 
     async def _make_places(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
-        """Stock evicts for bytes, not for a count: do that much before it is asked."""
-        pool = self._pool
+        """Stock evicts for bytes only: first evict what has to leave for another reason.
+
+        Those are places (``max_models``) and models of an exclusive kind.
+        """
+        model, pool = ask.target.model, self._pool
         for victim in victims:
-            if victim == ask.target.model:
+            view = self.view((ask.target,), max_models)
+            full = bool(max_models) and len(view.models.keys() - {model}) >= max_models
+            group = view.exclusive.get(model)
+            rival = group is not None and view.exclusive.get(victim) == group
+            if victim == model or not (full or rival):
                 continue
-            others = self.view((), max_models).models.keys() - {ask.target.model}
-            if len(others) < max_models:
-                return
             async with pool._lock:
                 entry = pool._entries.get(victim)
                 if entry is None or entry.engine is None:
