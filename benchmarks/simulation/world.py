@@ -435,6 +435,7 @@ class World:
             return self._refused()
         job.stage = "loading"
         target.loading = True
+        self._unseen = True
         self.log.append((self.now, "load", target.name))
         return "loading"
 
@@ -524,7 +525,7 @@ class World:
     def probe(self) -> None:
         """Without any event nothing may be left to do: no lost wake-up (K7).
 
-        What changes unannounced (the start of an unload, residue) is seen at the next
+        What changes unannounced (the start of a load or unload, residue) is seen at the next
         event or safety poll, so a probe says nothing then.
         """
         if self.closing or not self.policy.waiting or self._unseen:
@@ -532,11 +533,9 @@ class World:
         if self.policy.wake_at is not None and self.policy.wake_at <= self.now:
             return
         view = self.view(self.policy.targets)
-        for action in self.policy.step(view, self.now):
-            if not isinstance(action, Refuse):
-                raise Broken(f"K7: lost wake-up, nothing announced {action}")
-            # That a load in progress is pinned is seen at its end at the latest.
-            self._apply(action, view)
+        actions = self.policy.step(view, self.now)
+        if actions:
+            raise Broken(f"K7: lost wake-up, nothing announced {actions}")
 
     def _apply(self, action: Action, view: PoolView) -> None:
         match action:
