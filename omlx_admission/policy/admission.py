@@ -552,6 +552,9 @@ class AdmissionPolicy:
             queue = self._queues[target]
             if target == swap.target or target in view.ready or now < queue.retry_at:
                 continue
+            group = view.exclusive.get(target.model)
+            if group is not None and group == view.exclusive.get(swap.target.model):
+                continue
             wish = self._plan(target, view, now, keep=swap.victims)
             if wish.kind not in (PlanKind.FITS, PlanKind.EVICT):
                 continue
