@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from itertools import islice
 
 from benchmarks.simulation.world import Policy
 from omlx_admission.policy.admission import AdmissionPolicy
@@ -38,6 +39,7 @@ class StrictFcfs:
         self.wake_at: float | None = None
         self.marked: frozenset[str] = frozenset()
         self._queue: OrderedDict[int, Waiter] = OrderedDict()
+        self._wanted: Counter[Target] = Counter()
         self._sequence = 0
 
     @property
@@ -47,12 +49,14 @@ class StrictFcfs:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """What they wait for, in order."""
-        return tuple(dict.fromkeys(w.target for w in self._queue.values()))
+        """What the first in line waits for; nobody else matters yet."""
+        return tuple(w.target for w in islice(self._queue.values(), 1))
 
     def head(self, target: Target) -> Waiter | None:
         """The first waiter for ``target``."""
-        return next((w for w in self._queue.values() if w.target == target), None)
+        if not self._wanted[target]:
+            return None
+        return next(w for w in self._queue.values() if w.target == target)
 
     def estimate(self, target: Target, size: int, view: PoolView, now: float) -> float:
         """Not part of this rule."""
@@ -72,12 +76,14 @@ class StrictFcfs:
         self._sequence += 1
         waiter = Waiter(self._sequence, target, size, now, deadline, context)
         self._queue[waiter.sequence] = waiter
+        self._wanted[target] += 1
         return waiter
 
     def leave(self, waiter: Waiter, outcome: Outcome) -> bool:
         """Leave the queue."""
         if self._queue.pop(waiter.sequence, None) is None:
             return False
+        self._wanted[waiter.target] -= 1
         waiter.outcome = outcome
         return True
 
@@ -102,6 +108,7 @@ class StrictFcfs:
         """Everybody ends."""
         waiters = tuple(self._queue.values())
         self._queue.clear()
+        self._wanted.clear()
         for waiter in waiters:
             waiter.outcome = Outcome.SHUT_DOWN
         return waiters
@@ -125,10 +132,12 @@ class StrictFcfs:
 
     def _front(self, target: Target, outcome: Outcome = Outcome.GRANTED) -> tuple[Waiter, ...]:
         taken = []
-        for waiter in list(self._queue.values()):
+        while self._queue:
+            waiter = next(iter(self._queue.values()))
             if waiter.target != target:
                 break
             del self._queue[waiter.sequence]
+            self._wanted[target] -= 1
             waiter.outcome = outcome
             taken.append(waiter)
         return tuple(taken)
