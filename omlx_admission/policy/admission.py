@@ -60,8 +60,10 @@ from omlx_admission.policy.planner import Plan, PlanKind, after, fits, plan
 _RETRY_FIRST_S = 0.05
 _RETRY_LONGEST_S = 1.0
 
-#: So many refused loads in a row, and a target no longer keeps others waiting.
+#: So many refused loads in a row, and a target no longer keeps others waiting, until
+#: so many seconds have passed without another refusal.
 _PATIENCE_REFUSALS = 5
+_FORGIVEN_AFTER_S = 30.0
 
 #: So many seconds of an unload that does not end, and the target that waits for
 #: its room no longer keeps others waiting. oMLX's settle barrier gives up after 8 s.
@@ -99,6 +101,12 @@ class _Queue:
     retry_at: float = 0.0
     retries: int = 0
     settling_since: float | None = None
+
+    @property
+    def stands_back_until(self) -> float:
+        if self.retries < _PATIENCE_REFUSALS:
+            return -_NEVER
+        return self.retry_at + _FORGIVEN_AFTER_S
 
     @property
     def head(self) -> Waiter:
@@ -420,7 +428,7 @@ class AdmissionPolicy:
             queue = self._queues[target]
             if self._is_loading(target) or target in view.ready:
                 continue
-            if queue.retries >= _PATIENCE_REFUSALS:
+            if now < queue.stands_back_until:
                 continue
             if now >= self._due(target, share):
                 return target
@@ -656,7 +664,7 @@ class AdmissionPolicy:
             if self._is_loading(target) or target in view.ready:
                 continue
             age = self._age_of(target)
-            times.append(self._due(target, share))
+            times += [self._due(target, share), queue.stands_back_until]
             times.append(queue.head.enqueued + age)
             times += self._in_turn(target, view, now).values()
             if loads:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.simulation.world import Mark, Model, Request, World
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.estimates import Dials, Estimates
-from omlx_admission.policy.model import CancelLoad, Outcome, Target
+from omlx_admission.policy.model import CancelLoad, Grant, Outcome, Target
 
 A, B, C, D, E = (Target(n) for n in "ABCDE")
 SIZES = {"A": 60, "B": 60, "C": 60, "D": 30, "E": 10}
@@ -132,6 +132,20 @@ class TestGate:
         load(world)
         assert d.outcome is Outcome.GRANTED
 
+    def test_and_refusals_are_forgiven(self) -> None:
+        """Else a target refused at first would wait behind the loaded model for ever."""
+        world = house("")
+        world.arrive(B)
+        for _ in range(6):
+            load(world, "refused", 0.0)
+            at(world, world.now + 1.0)
+        world.models["A"].resident = True
+        world.models["A"].leases = 1
+        assert world.job is not None
+        load(world, "refused", 0.0)
+        at(world, 150.0)
+        assert world.policy.gated == {"A"}
+
 
 class TestDecision:
     def decided(self, world: World) -> tuple[Request, Request]:
@@ -202,6 +216,36 @@ class TestDecision:
         world.models["F"] = Model("F", 45)
         world.arrive(Target("F"))
         assert world.job is None, "it fits beside A, but would not beside B"
+
+    def test_nothing_of_its_own_exclusive_group_loads_beside_it(self) -> None:
+        """Pinned by then, it would make the decision's target impossible."""
+        world = house("A")
+        world.models["B"].exclusive = world.models["D"].exclusive = "hooks"
+        self.decided(world)
+        world.arrive(D)
+        assert world.job is None
+        e = world.arrive(E)
+        load(world)
+        assert e.outcome is Outcome.GRANTED
+
+    def test_one_carried_out_withdraws_nothing(self) -> None:
+        world = house()
+        user, b = self.decided(world)
+        world.finish(user)
+        load(world)
+        assert b.outcome is Outcome.GRANTED
+        assert world.counts.drains == 1
+        assert world.counts.withdrawn == 0
+
+
+def test_what_is_granted_in_a_step_is_not_evicted_in_the_same_step() -> None:
+    """The view still shows it idle."""
+    world = house("A")
+    policy = world.policy
+    for target in (A, B):
+        policy.enqueue(target, 60, 0.0, 300.0, Request(0, target, 0.0, 300.0))
+    actions = policy.step(world.view((A, B)), 0.0)
+    assert [type(a) for a in actions] == [Grant]
 
 
 class TestLinger:
