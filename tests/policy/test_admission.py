@@ -217,6 +217,35 @@ class TestDecision:
         world.arrive(Target("F"))
         assert world.job is None, "it fits beside A, but would not beside B"
 
+    def test_it_does_not_change_its_mind_among_busy_ones(self) -> None:
+        world = house("")
+        world.models |= {"F": Model("F", 50), "G": Model("G", 50)}
+        world.ceiling = 110
+        for name in "FG":
+            world.models[name].resident = True
+        users = [world.arrive(Target(n)) for n in "FFGGG"]
+        world.arrive(B)
+        at(world, 140.0)
+        assert world.policy.gated == {"F"}
+        for user in users[2:4]:
+            world.finish(user)
+        assert world.models["G"].leases == 1
+        assert world.policy.gated == {"F"}
+        assert world.counts.drains == 1
+        assert world.counts.withdrawn == 0
+
+    def test_a_model_that_keeps_coming_back_is_not_evicted_beside_it(self) -> None:
+        world = house("AD")
+        self.decided(world)
+        world.models["F"] = Model("F", 30)
+        back = world.arrive(D)
+        world.policy._linger._comes_back[D] = True  # type: ignore[attr-defined]
+        world.finish(back)
+        world.arrive(Target("F"))
+        assert world.job is None
+        at(world, world.now + 3.0)
+        assert world.job is not None, "h of D is 2.6 s"
+
     def test_nothing_of_its_own_exclusive_group_loads_beside_it(self) -> None:
         """Pinned by then, it would make the decision's target impossible."""
         world = house("A")
