@@ -109,7 +109,7 @@ def models(root: Path) -> None:
     """Two text models of like speed, an embedder, a short chat, and two heavy prefills."""
     tinymodels.make_text_model(root, name="a", hidden=256, layers=6)
     tinymodels.make_text_model(root, name="b", hidden=256, layers=6, seed=1)
-    tinymodels.make_embedder(root, name="e", hidden=128, layers=4)
+    tinymodels.make_embedder(root, name="e")
     for seed, name in enumerate(("p", "q"), 2):
         tinymodels.make_text_model(root, name=name, hidden=512, layers=8, seed=seed)
 
@@ -126,7 +126,7 @@ async def embed(client: Client, until: float) -> list[Answer]:
     """Embeddings one after another."""
     answers = []
     while time.monotonic() < until:
-        body = {"model": "e", "input": ["some words to embed"] * 16}
+        body = {"model": "e", "input": ["some words to embed"] * 8}
         answers.append(await client.post("/v1/embeddings", body))
     return answers
 
@@ -230,7 +230,8 @@ def contenders(bench: Bench) -> None:
         bound = sum(longest[n] for n in "abe" if n != name)
         wait = max(t.start - t.asked for t in own)
         print(
-            f"  {name}: {len(own)} turns; turns that one other began while it waited: at most "
+            f"  {name}: {len(own)} turns of {statistics.median(t.end - t.start for t in own) * 1e3:.0f}"
+            f" ms; turns that one other began while it waited: at most "
             f"{worst}; longest wait {wait * 1e3:.0f} ms (one turn of each other: "
             f"{bound * 1e3:.0f} ms)"
         )

@@ -88,7 +88,7 @@ def step_burst(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     """
     turn = gpu_turn.current
     scheduler = core.scheduler
-    if turn is None or scheduler is None or gpu_hold.on_event_loop():
+    if turn is None or scheduler is None:
         return wrapped(*args, **kwargs)
     state = _state(scheduler, core)
     error, state.error = state.error, None

@@ -7,6 +7,7 @@ teardown are theirs, only the scheduler is ours.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -379,6 +380,69 @@ class TestClosing:
             for_b.cancel()
             gate.open()
             assert (await for_a).completion_tokens == 3
+
+        scenario(bench, test)
+
+    @pytest.mark.parametrize("how", ["stop", "close"])
+    def test_it_leaves_at_once_and_not_at_its_next_look(
+        self,
+        bench: Bench,
+        turn: gpu_turn.GpuTurn,
+        monkeypatch: pytest.MonkeyPatch,
+        how: str,
+    ) -> None:
+        looks: list[None] = []
+        monkeypatch.setattr(gpu_engine, "_publish", lambda _: looks.append(None))
+        monkeypatch.setattr(gpu_turn, "LOOK_S", 2.0)
+
+        async def test() -> None:
+            a, b = bench.core("a"), bench.core("b")
+            gate = Gate()
+            a.scheduler.script.append(gate)
+            await a.start()
+            await b.start()
+            for_a = bench.ask(a)
+            await gate.until_reached()
+            for_b = bench.ask(b)
+            await waits(turn, "b")
+            await _until(lambda: bool(looks))
+            if how == "stop":
+                await b.stop()
+                await _until(lambda: turn.snapshot().abandoned == 1)
+            else:
+                b.close()
+            assert len(looks) == 1
+            for_b.cancel()
+            gate.open()
+            await for_a
+
+        scenario(bench, test)
+
+    def test_work_that_comes_to_the_thread_while_it_closes_does_not_begin(
+        self, bench: Bench, turn: gpu_turn.GpuTurn
+    ) -> None:
+        async def test() -> None:
+            a = bench.core("a")
+            a.scheduler.add_request(_request())
+            shutdown = a.scheduler.shutdown
+            ended: list[type[BaseException] | None] = []
+
+            def burst_comes_first() -> None:
+                """What the executor may have held back when the engine began to close."""
+                try:
+                    a._step_burst()
+                except BaseException as error:
+                    ended.append(type(error))
+                shutdown()
+
+            a.scheduler.shutdown = burst_comes_first
+            await a.start()
+            await a.stop()
+            steps = a.scheduler.steps
+            scheduler = a.scheduler
+            a.close()
+            assert ended == [concurrent.futures.CancelledError]
+            assert scheduler.steps == steps
 
         scenario(bench, test)
 

@@ -193,6 +193,10 @@ def test_a_closing_engine_does_not_even_begin_to_wait(
         b.ask(closing=lambda: True).result(PATIENCE_S)
     assert waiting(turn) == []
     a.release()
+    # Nor does it begin to work where the turn is free.
+    with pytest.raises(TurnAbandoned):
+        b.ask(closing=lambda: True).result(PATIENCE_S)
+    assert turn.snapshot().holder is None
 
 
 def test_a_waiter_notices_by_itself_that_its_engine_closes(
