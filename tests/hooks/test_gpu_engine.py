@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -433,6 +434,11 @@ class TestClosing:
                     a._step_burst()
                 except BaseException as error:
                     ended.append(type(error))
+                handle = types.SimpleNamespace(_engine=types.SimpleNamespace(engine=a))
+                try:
+                    gpu_engine.vision(lambda: "encoded", handle, (), {})
+                except gpu_engine.EngineClosing as error:
+                    ended.append(type(error))
                 shutdown()
 
             a.scheduler.shutdown = burst_comes_first
@@ -441,7 +447,7 @@ class TestClosing:
             steps = a.scheduler.steps
             scheduler = a.scheduler
             a.close()
-            assert ended == [concurrent.futures.CancelledError]
+            assert ended == [concurrent.futures.CancelledError, gpu_engine.EngineClosing]
             assert scheduler.steps == steps
 
         scenario(bench, test)
