@@ -164,8 +164,8 @@ VARIABLES: tuple[Variable, ...] = (
         "gpu_stuck_s",
         _seconds,
         _SECONDS,
-        "a GPU turn held longer than this while others wait is reported with its stack; "
-        "after ten times this (at least 300 s) a waiter gives up",
+        "a GPU turn held longer than this while others wait is reported with its stack "
+        "(0: never); after ten times this, at least 300 s, a waiter gives up",
     ),
     Variable(
         "OMLX_ADMISSION_EXPOSURE",

@@ -14,8 +14,11 @@ import pytest
 from omlx_admission import standin
 from omlx_admission.hooks import gpu_hold, gpu_jobs, gpu_sites
 from omlx_admission.hooks.gate import Source, find
+from omlx_admission.hooks.install import decide
 from omlx_admission.runtime import gpu_turn
 from omlx_admission.runtime.gpu_watch import watch
+from omlx_admission.settings import Settings
+from omlx_admission.surfaces import doctor
 
 from .gpu_rig import installed
 
@@ -425,6 +428,19 @@ def test_the_list_of_sites_names_every_treatment() -> None:
     names = {site.name for site in gpu_sites.SITES if site.covered}
     assert {t.site for t in gpu_jobs.JOBS.values()} <= names
     assert all(site.note for site in gpu_sites.SITES)
+
+
+def test_doctor_shows_the_sites_of_the_omlx_it_looks_at() -> None:
+    report = decide(standin.PATH, Settings(serialize_engine_gpu=True))
+    lines = doctor.as_lines(report, None)
+    start = next(n for n, line in enumerate(lines) if line.startswith("GPU turn"))
+    assert "ready" in lines[start]
+    shown = {tuple(line.split("  ")[1:2]) for line in lines[start + 1 :]}
+    assert ("decode burst",) in shown
+    assert ("keep-warm",) not in shown
+    data = doctor.as_json(report, None)["gpu_sites"]
+    assert {site["name"] for site in data if not site["covered"]} >= {"model load", "teardown"}
+    assert all(site["note"] for site in data)
 
 
 def test_the_list_of_sites_of_one_omlx_leaves_out_what_it_lacks(
