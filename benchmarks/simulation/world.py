@@ -190,7 +190,6 @@ class World:
     on_cancel: Callable[[LoadJob], None] = lambda _job: None
     refusing: Callable[[Request], None] = lambda _request: None
     _last_granted: dict[Target, int] = field(default_factory=dict)
-    _view: PoolView | None = None
     closing: bool = False
     _overhang: int = 0
     _unseen: bool = False

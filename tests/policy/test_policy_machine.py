@@ -49,7 +49,6 @@ class PolicyMachine(RuleBasedStateMachine):
         grouped: bool,
     ) -> None:
         self.budget = budget
-        self.loads_ended = 0
         models = {
             name: Model(
                 name,
