@@ -378,6 +378,12 @@ class Admission:
     async def _load(self, ask: Ask, victims: Sequence[str]) -> None:
         target = ask.target
         started = self.now()
+        if self.policy.head(target) is None:
+            # Everybody left between the decision and this task's first turn.
+            self.observer.swap_ended(target.model, "cancelled")
+            self.policy.load_refused(target, started)
+            self.step()
+            return
         logger.info(
             "admission: swapping to '%s'%s",
             target.model,

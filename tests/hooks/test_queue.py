@@ -464,6 +464,27 @@ class TestCancelWindows:
 
         run(test)
 
+    def test_decided(self, make_house: Make) -> None:
+        """The load was decided, its task has not run yet: nothing is evicted for nobody."""
+
+        async def test() -> None:
+            house = make_house()
+            await house.get("a")
+            await house.release("a")
+            for_b = house.ask("b")
+            await asyncio.sleep(0)
+            assert house.admission.policy.swap.loading
+            assert "unload a" not in house.events
+            (waiter,) = house.admission.policy.waiters(house.admission.policy.targets[0])
+            house.admission._client_left(waiter)
+            with pytest.raises(admission_refused(), match="left"):
+                await for_b
+            await settle()
+            house.assert_idle()
+            assert house.resident() == {"a"}
+
+        run(test)
+
     def test_unloading(self, make_house: Make) -> None:
         """The victim is on its way out: that ends, and the load for nobody does too."""
 
