@@ -229,8 +229,9 @@ def contenders(bench: Bench) -> None:
         # Those who held the turn when it was asked for, and those who asked before.
         bound = sum(longest[n] for n in "abe" if n != name)
         wait = max(t.start - t.asked for t in own)
+        usual = statistics.median(t.end - t.start for t in own)
         print(
-            f"  {name}: {len(own)} turns of {statistics.median(t.end - t.start for t in own) * 1e3:.0f}"
+            f"  {name}: {len(own)} turns of {usual * 1e3:.0f}"
             f" ms; turns that one other began while it waited: at most "
             f"{worst}; longest wait {wait * 1e3:.0f} ms (one turn of each other: "
             f"{bound * 1e3:.0f} ms)"
