@@ -112,11 +112,16 @@ async def _round(waiters: int) -> Cost:
 
 def measure(waiters: int, rounds: int) -> Cost:
     """Medians over ``rounds``; the block is the median of the rounds' longest."""
-    logging.getLogger("omlx.admission").setLevel(logging.ERROR)
+    logger = logging.getLogger("omlx.admission")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # a line per refusal and swap is no cost of the queue
     costs = []
-    for _ in range(rounds):
-        gc.collect()
-        costs.append(asyncio.run(_round(waiters)))
+    try:
+        for _ in range(rounds):
+            gc.collect()
+            costs.append(asyncio.run(_round(waiters)))
+    finally:
+        logger.setLevel(level)
     return Cost(
         statistics.median(c.enter_s for c in costs),
         statistics.median(c.wake_s for c in costs),
