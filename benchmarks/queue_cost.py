@@ -29,7 +29,7 @@ class NoPool:
         self.resident = False
         self.leases = 0
         self.loaded = asyncio.Event()
-        self.ask = Ask(Target("b"), 1, True, {"model_id": "b"})
+        self.ask = Ask(Target("b"), 1, {"model_id": "b"})
 
     def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
         """See :class:`~omlx_admission.runtime.port.PoolPort`, as all below."""

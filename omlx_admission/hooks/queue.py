@@ -128,7 +128,6 @@ class QueueHooks:
         return Ask(
             port.target(model_id, force_lm, runtime_settings),
             port.size(model_id, force_lm, runtime_settings),
-            True,
             arguments,
         )
 

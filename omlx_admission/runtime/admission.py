@@ -108,7 +108,7 @@ class Admission:
     # -- for hooks ----------------------------------------------------------
 
     async def acquire(self, ask: Ask) -> Any:
-        """Wait for the engine of ``ask`` and return it, one lease held if it asks for one.
+        """Wait for the engine of ``ask`` and return it, one lease held.
 
         Raises:
             QueueBroken: this queue failed; ask the pool itself.
@@ -128,8 +128,6 @@ class Admission:
         while True:
             engine = await self._wait(ask, enqueued, now + budget, request)
             if self.port.in_service(ask.target.model, engine):
-                if not ask.lease:
-                    self._give_back(ask.target.model)
                 return engine
             # An unlocked unload overtook the grant: this engine is dying (B08).
             self._give_back(ask.target.model)

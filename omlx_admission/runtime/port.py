@@ -16,7 +16,6 @@ class Ask:
 
     target: Target
     size: int
-    lease: bool
     arguments: dict[str, Any]
 
 

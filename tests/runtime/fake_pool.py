@@ -59,8 +59,8 @@ class FakePool:
     auto: bool = False
     most: int = 0
 
-    def ask(self, model: str, lease: bool = True) -> Ask:
-        return Ask(Target(model), self.models[model].size, lease, {"model_id": model})
+    def ask(self, model: str) -> Ask:
+        return Ask(Target(model), self.models[model].size, {"model_id": model})
 
     def used(self) -> int:
         return sum(m.size for m in self.models.values() if m.engine or m.loading)
