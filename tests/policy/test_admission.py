@@ -239,7 +239,7 @@ class TestDecision:
         self.decided(world)
         world.models["F"] = Model("F", 30)
         back = world.arrive(D)
-        world.policy._linger._comes_back[D] = True  # type: ignore[attr-defined]
+        world.policy.linger._comes_back[D] = True  # type: ignore[attr-defined]
         world.finish(back)
         world.arrive(Target("F"))
         assert world.job is None
@@ -496,5 +496,5 @@ def test_what_is_remembered_of_models_and_variants_has_a_bound() -> None:
     policy = world.policy
     assert isinstance(policy, AdmissionPolicy)
     sizes = [len(v) for v in vars(policy).values() if isinstance(v, dict | set)]
-    sizes += [len(v) for v in vars(policy._linger).values() if isinstance(v, dict)]
+    sizes += [len(v) for v in vars(policy.linger).values() if isinstance(v, dict)]
     assert max(sizes) <= 300

@@ -1,0 +1,90 @@
+"""When could a target be served, and when should a refused client come back?"""
+
+from __future__ import annotations
+
+from omlx_admission.policy.forecast import Occupant, Turn, served_at
+from omlx_admission.policy.model import PoolView, Target
+from omlx_admission.policy.planner import Plan, PlanKind, after, plan
+from omlx_admission.policy.schedule import Schedule
+
+
+def served_in(
+    schedule: Schedule, target: Target, size: int, view: PoolView, now: float
+) -> float:
+    """Seconds until ``target``, which is not ready, could be served.
+
+    The transition in progress, then the turns of those that are wanted longer, then
+    its own; refined by what was observed of loads, drains and stays. It need not be
+    waited for.
+    """
+    free_at, occupant, later = now, None, view
+    for load in (schedule.swap, schedule.side):
+        if load is None:
+            continue
+        swap = schedule.estimates.swap(load.target.model, load.size)
+        if load.loading:
+            # One that takes longer than expected is taken to be half done.
+            took = now - load.load_started
+            free_at = max(free_at, now + max(swap - took, took / 2 if took > swap else 0))
+        else:
+            drain = max((schedule.estimates.drain(v) for v in load.victims), default=0.0)
+            took = now - load.started
+            drain = max(drain - took, took / 2 if took > drain else 0)
+            free_at = max(free_at, now + drain + swap)
+        if load.target == target:
+            return free_at - now
+        later = after(later, load.target, load.size, load.victims)
+        occupant = Occupant(load.target.model, free_at, busy=True)
+    wish = plan(target, size, later, rank=schedule.rank(now))
+    if wish.kind is PlanKind.FITS:
+        occupant = None
+    elif occupant is None or occupant.model not in wish.victims:
+        occupant = _last_to_leave(schedule, wish, later, now)
+    waiting = schedule.sharing(view) + (target not in schedule.queues)
+    turns = []
+    for other in (*schedule.targets, target) if wish.kind is not PlanKind.FITS else (target,):
+        if schedule.is_loading(other) or other in view.ready:
+            continue
+        if schedule.swap is not None and schedule.swap.target == other:
+            continue
+        turns.append(_turn(schedule, other, size, waiting, now))
+        if other == target:
+            break
+    turn_s = schedule.dials.share(schedule.age_for(target, size), waiting)
+    return served_at(turns, occupant, free_at, turn_s, schedule.estimates) - now
+
+
+def come_back_in(served: float, patience: float) -> float:
+    """After how many seconds a client that is refused now does best to come back.
+
+    Before its model serves in ``served`` seconds, by as much as it can wait then
+    (``patience``): who is in the queue when the model is loaded is served for
+    certain, who comes later finds it while its turn lasts. With no patience, when
+    it serves.
+    """
+    return served - min(served * 2 / 3, patience / 4)
+
+
+def _turn(schedule: Schedule, target: Target, size: int, waiting: int, now: float) -> Turn:
+    queue, demand = schedule.queues.get(target), schedule.queues.demand(target, now)
+    if queue is not None:
+        size = queue.head.size
+        overdue = queue.head.enqueued + schedule.age_for(target, size)
+        return Turn(target.model, size, schedule.due(target, waiting), overdue)
+    age = schedule.age_for(target, size)
+    share = schedule.dials.share(age, waiting)
+    due = now + share
+    if demand is not None:
+        due = min(demand.since + share, demand.due_by)
+    return Turn(target.model, size, due, now + age)
+
+
+def _last_to_leave(
+    schedule: Schedule, wish: Plan, view: PoolView, now: float
+) -> Occupant | None:
+    leaving = [view.models[v] for v in wish.victims]
+    if not leaving:
+        return None
+    loaded_at = schedule.loaded_at
+    last = max(leaving, key=lambda m: (m.busy, loaded_at.get(m.model, 0.0)))
+    return Occupant(last.model, loaded_at.get(last.model, now), last.busy)

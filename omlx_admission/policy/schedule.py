@@ -1,0 +1,188 @@
+"""Who is due when: the state of the queue, and the questions that decisions ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from omlx_admission.policy.estimates import Dials, Estimates
+from omlx_admission.policy.linger import Linger
+from omlx_admission.policy.model import ModelView, PoolView, Swap, Target, Waiter
+from omlx_admission.policy.planner import Plan, plan
+from omlx_admission.policy.queues import Queues
+
+_NEVER = float("inf")
+
+
+class Schedule:
+    """What is known: who waits, what was decided, what was seen. Nothing here decides.
+
+    Attributes:
+        swap: the transition that was decided, draining or loading, or None.
+        side: a load beside a draining swap that does not touch it, or None.
+        queues: who waits, by target.
+        loaded_at: when each model in memory was loaded, where that was seen.
+        spared_until: models whose drain was given up, and until when they are left alone.
+    """
+
+    def __init__(self, dials: Dials | None = None, estimates: Estimates | None = None) -> None:
+        self.dials = dials or Dials()
+        self.estimates = estimates or Estimates()
+        self.swap: Swap | None = None
+        self.side: Swap | None = None
+        self.queues = Queues()
+        self.loaded_at: dict[str, float] = {}
+        self.spared_until: dict[str, float] = {}
+        self.linger = Linger(self._linger_of)
+        self._marked: set[str] = set()
+        self._sizes: dict[str, int] = {}
+
+    # -- who waits ----------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return self.queues.waiting
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Targets that somebody waits for, the longest wanted first."""
+        return self.queues.targets
+
+    @property
+    def marked(self) -> frozenset[str]:
+        """Models in memory that were told to drain and not told otherwise since."""
+        return frozenset(self._marked)
+
+    def head(self, target: Target) -> Waiter | None:
+        """The first waiter for ``target``, None if nobody waits for it."""
+        queue = self.queues.get(target)
+        return queue.head if queue else None
+
+    def waiters(self, target: Target) -> tuple[Waiter, ...]:
+        """Who waits for ``target``, in order."""
+        queue = self.queues.get(target)
+        return tuple(queue.waiters.values()) if queue else ()
+
+    def wanted_since(self, target: Target) -> float | None:
+        """When the demand for ``target`` began, None if nobody waits for it."""
+        queue = self.queues.get(target)
+        return queue.since if queue else None
+
+    def ahead_of(self, waiter: Waiter) -> int:
+        """How many models are served before ``waiter``'s by the order of demand."""
+        targets = self.targets
+        return targets.index(waiter.target) if waiter.target in targets else 0
+
+    # -- who is due ---------------------------------------------------------
+
+    def overdue(self, view: PoolView, now: float) -> Target | None:
+        """The target that may end lingers and close gates now: wanted long enough."""
+        share = self.sharing(view)
+        for target in self.targets:
+            queue = self.queues[target]
+            if self.is_loading(target) or target in view.ready:
+                continue
+            if now < queue.stands_back_until:
+                continue
+            if now >= self.due(target, share):
+                return target
+        return None
+
+    def due(self, target: Target, sharing: int) -> float:
+        """When ``target`` may close the gate of a model that has had its turn."""
+        queue = self.queues[target]
+        due = queue.since + self.dials.share(self.age_of(target), sharing)
+        return min(due, queue.due_by)
+
+    def sharing(self, view: PoolView) -> int:
+        """How many targets wait for a swap."""
+        return sum(
+            1 for t, _ in self.queues.items() if t not in view.ready and not self.is_loading(t)
+        )
+
+    def in_turn(self, target: Target, view: PoolView, now: float) -> dict[str, float]:
+        """Models that ``target`` must let serve on, and until when: loaded lately, in use.
+
+        A moment is left even where ``target`` is overdue: who comes back just after the
+        load that was forecast for it must not have to wait for the next one.
+        """
+        age = self.age_of(target)
+        hard = self.queues[target].head.enqueued + age
+        turn = self.dials.share(age, self.sharing(view))
+        decided = self.swap.victims if self.swap is not None else ()
+        kept: dict[str, float] = {}
+        for model in view.models.values():
+            if model.model in decided:
+                continue
+            loaded_at = self.loaded_at.get(model.model, -_NEVER)
+            least = min(self._linger_of(model.model), age / 4)
+            end = max(
+                min(loaded_at + turn, hard),
+                loaded_at + least,
+                self.spared_until.get(model.model, now),
+            )
+            if end > now and (model.busy or self.linger.until(model, now) is not None):
+                kept[model.model] = end
+        return kept
+
+    def age_of(self, target: Target) -> float:
+        """W in seconds for a target that somebody waits for."""
+        return self.age_for(target, self.queues[target].head.size)
+
+    def age_for(self, target: Target, size: int) -> float:
+        """W in seconds for ``target`` of ``size`` bytes."""
+        return self.dials.age_for(self.estimates.swap(target.model, size))
+
+    # -- what a swap would take ---------------------------------------------
+
+    def plan_for(
+        self,
+        target: Target,
+        view: PoolView,
+        now: float | None = None,
+        keep: Collection[str] = (),
+    ) -> Plan:
+        """How to make room for ``target``, leaving ``keep`` alone."""
+        size = self.queues[target].head.size
+        return plan(target, size, view, rank=self.rank(now), keep=keep)
+
+    def rank(self, now: float | None) -> Callable[[ModelView], tuple[Any, ...]]:
+        """Who leaves first: draining already, not lingering, serving few, used long ago."""
+
+        def rank(model: ModelView) -> tuple[Any, ...]:
+            lingers = now is not None and self.linger.until(model, now) is not None
+            return (
+                model.model not in self._marked,
+                lingers,
+                model.leases,
+                model.last_used,
+                model.model,
+            )
+
+        return rank
+
+    def linger_end(self, wish: Plan, view: PoolView, now: float) -> float | None:
+        """When the last victim stops lingering; None if none does."""
+        ends = [self.linger.until(view.models[v], now) for v in wish.victims]
+        return max((end for end in ends if end is not None), default=None)
+
+    def _linger_of(self, model: str) -> float:
+        return self.dials.linger_for(self.estimates.swap(model, self._sizes.get(model, 0)))
+
+    # -- what loads ---------------------------------------------------------
+
+    @property
+    def loads(self) -> list[Swap]:
+        """The loads that run: of the swap, and of the one beside it."""
+        return [s for s in (self.swap, self.side) if s is not None and s.loading]
+
+    def is_loading(self, target: Target) -> bool:
+        """Whether a load of ours for ``target`` runs."""
+        return any(load.target == target for load in self.loads)
+
+    def load_limit(self, load: Swap) -> float:
+        """When ``load`` counts as hanging."""
+        expected = self.estimates.swap(load.target.model, load.size)
+        wanted = load.target in self.queues
+        return load.load_started + self.dials.load_limit(expected, wanted=wanted)
