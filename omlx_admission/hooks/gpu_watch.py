@@ -21,12 +21,9 @@ from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.policy.gpu_faults import GpuFault
 from omlx_admission.runtime import gpu_turn
-from omlx_admission.runtime.exposure_file import (
-    FILE_NAME,
-    ExposureRecorder,
-    Versions,
-    system_version,
-)
+from omlx_admission.runtime.exposure_file import FILE_NAME
+from omlx_admission.runtime.exposure_line import Versions, system_version
+from omlx_admission.runtime.exposure_recorder import ExposureRecorder
 from omlx_admission.runtime.gpu_watch import GpuFaultError, watch
 
 SERVER = "omlx.server"

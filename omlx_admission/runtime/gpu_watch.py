@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from omlx_admission.policy.exposure import EVENT_WINDOW_S
 from omlx_admission.policy.gpu_faults import GpuFault, classify, classify_text
 from omlx_admission.runtime import gpu_turn
-from omlx_admission.runtime.exposure_file import ExposureRecorder
+from omlx_admission.runtime.exposure_recorder import ExposureRecorder
 
 logger = logging.getLogger("omlx.admission")
 

@@ -23,7 +23,8 @@ from omlx_admission.policy.exposure import (
     merged,
     poisson_rate,
 )
-from omlx_admission.runtime.exposure_file import FILE_NAME, LedgerError, Line, read
+from omlx_admission.runtime.exposure_file import FILE_NAME, LedgerError, read
+from omlx_admission.runtime.exposure_line import Line
 from omlx_admission.surfaces.cli import CommandError
 
 FACTOR = 5.0

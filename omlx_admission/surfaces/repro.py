@@ -34,7 +34,7 @@ from typing import Any
 
 from omlx_admission import __version__
 from omlx_admission.policy.gpu_faults import classify, classify_text
-from omlx_admission.runtime.exposure_file import system_version
+from omlx_admission.runtime.exposure_line import system_version
 from omlx_admission.surfaces.cli import CommandError
 
 BEAT_S = 0.5

@@ -15,7 +15,8 @@ import pytest
 from omlx_admission.hooks import gpu_watch
 from omlx_admission.policy.gpu_faults import GpuFault
 from omlx_admission.runtime import exposure_file
-from omlx_admission.runtime.exposure_file import ExposureRecorder, Versions
+from omlx_admission.runtime.exposure_line import Versions
+from omlx_admission.runtime.exposure_recorder import ExposureRecorder
 from omlx_admission.runtime.gpu_watch import GpuFaultError, Watch, watch
 
 from .conftest import run

@@ -18,17 +18,10 @@ from hypothesis import strategies as st
 
 from omlx_admission.policy.exposure import OTHER, Cell, Record, merged
 from omlx_admission.policy.gpu_faults import GpuFault
-from omlx_admission.runtime import exposure_file
-from omlx_admission.runtime.exposure_file import (
-    ExposureFile,
-    ExposureRecorder,
-    LedgerError,
-    Line,
-    Versions,
-    decode,
-    encode,
-    read,
-)
+from omlx_admission.runtime import exposure_file, exposure_recorder
+from omlx_admission.runtime.exposure_file import ExposureFile, LedgerError, read
+from omlx_admission.runtime.exposure_line import Line, Versions, decode, encode
+from omlx_admission.runtime.exposure_recorder import ExposureRecorder
 
 IDLE, ONE, TWO = Cell(0, 0, False), Cell(1, 0, False), Cell(2, 1, False)
 V = Versions("0.6.3rc2", "0.32.2", "macOS 26.1 arm64", "0.1.0")
@@ -361,7 +354,8 @@ def test_processes_share_a_file_and_lose_nothing(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from omlx_admission.policy.exposure import Cell, Record
-from omlx_admission.runtime.exposure_file import ExposureFile, Line
+from omlx_admission.runtime.exposure_file import ExposureFile
+from omlx_admission.runtime.exposure_line import Line
 file = ExposureFile(Path({str(path)!r}), max_bytes=16 * 1024)
 pending = Line(record=Record())
 for n in range(400):
@@ -439,7 +433,7 @@ def test_a_fault_is_on_disk_before_the_call_returns(tmp_path: Path, clock: Clock
 def test_idle_time_alone_is_written_seldom(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "ledger"
     r = recorder(path, clock)
-    clock.now += exposure_file.IDLE_FLUSH_S - 1
+    clock.now += exposure_recorder.IDLE_FLUSH_S - 1
     r.tick()
     assert not path.exists()
     clock.now += 1
@@ -482,7 +476,7 @@ def test_a_file_held_for_a_moment_does_not_lose_a_fault(
         def let_go(_: float) -> None:
             fcntl.flock(held, fcntl.LOCK_UN)
 
-        monkeypatch.setattr(exposure_file.time, "sleep", let_go)
+        monkeypatch.setattr(exposure_recorder.time, "sleep", let_go)
         assert r.fault("a", GpuFault.TIMEOUT)
     assert total(path).lockups == {ONE: 1}
 
@@ -508,7 +502,7 @@ def test_begin_and_end_are_noted_and_the_thread_ends(tmp_path: Path, clock: Cloc
 def test_the_thread_writes_by_itself(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exposure_file, "FLUSH_S", 0.001)
+    monkeypatch.setattr(exposure_recorder, "FLUSH_S", 0.001)
     ticked = threading.Event()
     tick = ExposureRecorder.tick
 
@@ -534,7 +528,8 @@ def test_a_killed_process_leaves_whole_lines_and_no_stop(tmp_path: Path) -> None
 import os, signal
 from pathlib import Path
 from omlx_admission.policy.gpu_faults import GpuFault
-from omlx_admission.runtime.exposure_file import ExposureRecorder, Versions
+from omlx_admission.runtime.exposure_line import Versions
+from omlx_admission.runtime.exposure_recorder import ExposureRecorder
 r = ExposureRecorder(Path({str(path)!r}), Versions("0.6.3rc2"))
 r.start()
 r.busy("glm")

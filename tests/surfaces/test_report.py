@@ -9,7 +9,8 @@ import pytest
 
 from omlx_admission.policy.exposure import Cell, Record
 from omlx_admission.policy.gpu_faults import GpuFault
-from omlx_admission.runtime.exposure_file import FILE_NAME, ExposureFile, Line, Versions
+from omlx_admission.runtime.exposure_file import FILE_NAME, ExposureFile
+from omlx_admission.runtime.exposure_line import Line, Versions
 from omlx_admission.surfaces import cli
 
 HOUR = 3600.0
