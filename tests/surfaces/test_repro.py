@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.surfaces import cli, repro
-from omlx_admission.surfaces.repro import FifoTurn, Overlap, Worker, status, watch
+from omlx_admission.surfaces import cli, repro, repro_work
+from omlx_admission.surfaces.repro import status, watch
+from omlx_admission.surfaces.repro_work import FifoTurn, Overlap, Worker
 
 HANG = (
     "[METAL] Command buffer execution failed: Caused GPU Hang Error "
@@ -93,7 +94,7 @@ def test_memory_is_told() -> None:
         "context": 10,
     }
     items = 2 * (12 * 256 * 256 + 2 * 256 * 10) + 3 * (12 * 128 * 128 + 2 * 128 * 10)
-    assert repro.memory_gb(sizes, 2) == pytest.approx(items * 2 / 1e9)
+    assert repro_work.memory_gb(sizes, 2) == pytest.approx(items * 2 / 1e9)
 
 
 # --- the watching process ---------------------------------------------------------------
@@ -224,7 +225,7 @@ def test_an_error_in_a_thread_ends_the_run_and_the_other_thread(
 ) -> None:
     pytest.importorskip("mlx.core")
     program = f"""
-from omlx_admission.surfaces import repro
+from omlx_admission.surfaces import repro_work as repro
 build = repro.prefill_like
 def broken(mx, device, sizes):
     step, stream = build(mx, device, sizes)
