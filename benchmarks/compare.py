@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from benchmarks.simulation.optimum import fewest_swaps
+from benchmarks.simulation.parts import Policy
 from benchmarks.simulation.policies import POLICIES
 from benchmarks.simulation.retry import LOADS, Retry, expired, full_queue
 from benchmarks.simulation.traces import (
@@ -18,7 +19,6 @@ from benchmarks.simulation.traces import (
     overlap,
     serial_s,
 )
-from benchmarks.simulation.world import Policy
 from benchmarks.table import Row
 
 Run = Callable[[Policy, int], Result]

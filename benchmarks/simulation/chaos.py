@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.simulation.parts import Broken, Mark, Request
 from benchmarks.simulation.simulator import Job, Simulator, Spec
-from benchmarks.simulation.world import Broken, Mark, Request
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.estimates import Dials
 from omlx_admission.policy.model import Outcome, Target

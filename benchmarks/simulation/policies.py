@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from itertools import islice
 
-from benchmarks.simulation.world import Policy
+from benchmarks.simulation.parts import Policy
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.estimates import Dials
 from omlx_admission.policy.model import (

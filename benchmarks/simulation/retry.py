@@ -12,9 +12,9 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.simulation.parts import Request
 from benchmarks.simulation.simulator import Job, Simulator
 from benchmarks.simulation.traces import SIZE, make, service
-from benchmarks.simulation.world import Request
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.estimates import Dials
 from omlx_admission.policy.model import Outcome

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from benchmarks.simulation.world import LoadJob, Model, Policy, Request, World
+from benchmarks.simulation.parts import LoadJob, Model, Policy, Request
+from benchmarks.simulation.world import World
 from omlx_admission.policy.model import Outcome, Target
 
 #: As in the runtime: how often it looks again while anybody waits, in seconds.

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from benchmarks.simulation.parts import Policy, Request
 from benchmarks.simulation.simulator import Job, Simulator, Spec
-from benchmarks.simulation.world import Policy, Request
 
 #: Bytes of every model: 19 GB, which the prior expects to take 10 s.
 SIZE = 19 * 10**9

@@ -3,16 +3,24 @@
 The world holds the state of the models and of the requests, asks the policy
 what to do and carries it out. It does not know durations: whoever drives it (the
 simulator in virtual time, or a state machine at random) says when a load or an
-unload ends. :meth:`World.check` looks at the whole contract K1 to K8.
+unload ends. After each event the whole contract K1 to K8 is looked at.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from benchmarks.simulation.contract import Contract
+from benchmarks.simulation.parts import (
+    Broken,
+    Counts,
+    LoadJob,
+    Mark,
+    Model,
+    Policy,
+    Request,
+)
 from omlx_admission.policy.model import (
     Action,
     CancelLoad,
@@ -24,7 +32,6 @@ from omlx_admission.policy.model import (
     PoolView,
     RefusalReason,
     Refuse,
-    Swap,
     Target,
     Undrain,
     Waiter,
@@ -33,128 +40,6 @@ from omlx_admission.policy.planner import never_fits
 
 #: As in the runtime: repetitions of one step until nothing more follows.
 MOST_STEPS = 16
-
-#: Seconds for which free memory may lie idle while somebody waits for it: the pause
-#: after refused loads, and an unload whose room is kept for the one in front.
-PATIENCE_S = 12.0
-
-
-class Broken(AssertionError):
-    """The contract was violated; the text says which key."""
-
-
-class Policy(Protocol):
-    """What the world needs of a policy; ours and the ones it is compared with."""
-
-    gated: frozenset[str]
-    swap: Swap | None
-    side: Swap | None
-    wake_at: float | None
-
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def targets(self) -> tuple[Target, ...]: ...
-    @property
-    def marked(self) -> frozenset[str]: ...
-    def head(self, target: Target) -> Waiter | None: ...
-    def estimate(self, target: Target, size: int, view: PoolView, now: float) -> float: ...
-    def enqueue(
-        self,
-        target: Target,
-        size: int,
-        now: float,
-        deadline: float,
-        context: object = None,
-        *,
-        since: float | None = None,
-    ) -> Waiter: ...
-    def leave(self, waiter: Waiter, outcome: Outcome) -> bool: ...
-    def used(self, model: str, now: float) -> None: ...
-    def load_succeeded(self, target: Target, now: float) -> tuple[Waiter, ...]: ...
-    def load_refused(self, target: Target, now: float) -> None: ...
-    def load_failed(self, target: Target) -> tuple[Waiter, ...]: ...
-    def shut_down(self) -> tuple[Waiter, ...]: ...
-    def step(self, view: PoolView, now: float) -> list[Action]: ...
-
-
-class Mark(enum.Enum):
-    """Who asked a busy model to leave."""
-
-    OURS = "ours"
-    FOREIGN = "the enforcer or an administrator"
-
-
-@dataclass(slots=True)
-class Model:
-    """One registered model. ``strays`` are users without a lease (speech, aborted work)."""
-
-    name: str
-    size: int
-    pinned: bool = False
-    registered: bool = True
-    exclusive: str | None = None
-    resident: bool = False
-    loading: bool = False
-    unloading: bool = False
-    variant: object = None
-    leases: int = 0
-    strays: int = 0
-    mark: Mark | None = None
-    last_used: float = 0.0
-
-    @property
-    def busy(self) -> bool:
-        return self.leases > 0 or self.strays > 0
-
-    @property
-    def holds_memory(self) -> bool:
-        return self.resident or self.loading or self.unloading
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One call of ``get_engine`` by a client, and what became of it."""
-
-    number: int
-    target: Target
-    arrived: float
-    budget: float
-    outcome: Outcome | None = None
-    ended: float | None = None
-    waiter: Waiter | None = None
-    holds_lease: bool = False
-    context: object = None
-
-    @property
-    def waited(self) -> float:
-        """Seconds from arrival to the outcome."""
-        assert self.ended is not None
-        return self.ended - self.arrived
-
-
-@dataclass(slots=True)
-class LoadJob:
-    """The task that carries out one ``Load``: evictions one by one, then the load."""
-
-    target: Target
-    size: int
-    victims: list[str]
-    started: float
-    stage: str = "created"
-    unload: str | None = None
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened; a swap is a completed load."""
-
-    steps: int = 0
-    swaps: int = 0
-    refused_loads: int = 0
-    failed_loads: int = 0
-    drains: int = 0
-    withdrawn: int = 0
 
 
 @dataclass(eq=False)
@@ -191,9 +76,11 @@ class World:
     refusing: Callable[[Request], None] = lambda _request: None
     _last_granted: dict[Target, int] = field(default_factory=dict)
     closing: bool = False
-    _overhang: int = 0
     _unseen: bool = False
-    _could_work_since: float | None = None
+    _contract: Contract = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._contract = Contract(self)
 
     # -- what the pool looks like -------------------------------------------
 
@@ -475,7 +362,7 @@ class World:
     def set_ceiling(self, ceiling: int) -> None:
         """The enforcer moves the ceiling; what is loaded already stays for now."""
         self.ceiling = ceiling
-        self._overhang = self.tracked()
+        self._contract.overhang = self.tracked()
         self.changed()
 
     def _loaded(self, job: LoadJob) -> str:
@@ -627,89 +514,11 @@ class World:
 
     def check(self) -> None:
         """Raise :class:`Broken` where the state violates the contract."""
-        policy = self.policy
-        tracked = self.tracked()
-        self._overhang = min(self._overhang, tracked)
-        if (
-            self.ceiling
-            and not self.never_refuse
-            and tracked > max(self.ceiling, self._overhang)
-        ):
-            raise Broken(f"K3: {tracked} bytes of {self.ceiling}")
-        held = [m for m in self.models.values() if m.holds_memory]
-        if self.max_models and len(held) > self.max_models:
-            raise Broken(f"K3: {len(held)} models, {self.max_models} allowed")
-        ours = {m.name for m in held if m.mark is Mark.OURS}
-        if not ours <= policy.marked:
-            raise Broken(f"K8: nobody remembers the marks on {ours - policy.marked}")
-        loads = [s for s in (policy.swap, policy.side) if s is not None and s.loading]
-        if len(loads) > 1 or (self.job is None) != (not loads):
-            raise Broken(f"{len(loads)} loads in the policy, the pool has {self.job}")
-        if policy.swap is not None and not policy.swap.loading:
-            if policy.head(policy.swap.target) is None:
-                raise Broken("K6: a swap for nobody")
-        elif ours and not (loads and ours <= set(loads[0].victims)):
-            raise Broken(f"K8: {ours} drain for nothing")
-        self._check_work()
-        if policy.gated:
-            self._check_gates()
-        if not policy.waiting and not loads:
-            left = ours if self.closing else policy.marked & {m.name for m in held}
-            if policy.gated or left:
-                raise Broken("K8: idle, yet a gate or mark is left")
-            if policy.swap is not None or policy.side is not None:
-                raise Broken("K8: idle, yet a swap is left")
-
-    def _check_work(self) -> None:
-        """Nobody waits for what could be had at once (K5), or without taking from others.
-
-        The second with some patience: a refused load is tried again after up to a
-        second, and room that settles is kept for the one it was made for.
-        """
-        policy = self.policy
-        for target in policy.targets:
-            if self.is_ready(target) and target.model not in policy.gated:
-                raise Broken(f"K5: {target} serves and is open, yet somebody waits for it")
-        busy = self.job is not None or policy.swap is not None or policy.side is not None
-        if busy or not any(self._is_free_for(t) for t in policy.targets):
-            self._could_work_since = None
-        elif self._could_work_since is None:
-            self._could_work_since = self.now
-        elif self.now > self._could_work_since + PATIENCE_S:
-            raise Broken(f"K7: idle since {self._could_work_since}, {policy.targets} wait")
-
-    def _is_free_for(self, target: Target) -> bool:
-        m = self.models.get(target.model)
-        if m is None or m.holds_memory or m.exclusive or not m.registered:
-            return False
-        held = sum(x.holds_memory for x in self.models.values())
-        if self.max_models and held >= self.max_models:
-            return False
-        used = self.tracked() + self.hard_residue + self.soft_residue
-        return used + m.size <= self.ceiling
-
-    def _check_gates(self) -> None:
-        policy = self.policy
-        if policy.swap is None and policy.side is None and not policy.waiting:
-            raise Broken("K5: gated for nobody")
-        for name in policy.gated:
-            wanted = [t for t in policy.targets if t.model != name or not self.is_ready(t)]
-            swap = policy.swap
-            if not wanted and not (swap is not None and swap.loading):
-                raise Broken(f"K5: {name} is gated though nobody else waits")
+        self._contract.check()
 
     def check_idle(self) -> None:
         """K8 and K7 at the end: nobody waits, nothing is left."""
-        self.check()
-        policy = self.policy
-        for request in self.requests:
-            if request.outcome is None:
-                raise Broken(f"K7: request {request.number} never got an outcome")
-        if policy.waiting or policy.swap or policy.side or policy.gated or self.job:
-            raise Broken("K8: not idle at the end")
-        for m in self.models.values():
-            if m.leases or m.mark is Mark.OURS or m.loading:
-                raise Broken(f"K8: {m} at the end")
+        self._contract.check_idle()
 
 
 def _request(waiter: Waiter) -> Request:

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from benchmarks.simulation.world import Mark, Model, Request, World
+from benchmarks.simulation.parts import Mark, Model, Request
+from benchmarks.simulation.world import World
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.estimates import Dials, Estimates
 from omlx_admission.policy.model import CancelLoad, Grant, Outcome, Target

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulation.parts import Broken, Mark, Request
 from benchmarks.simulation.simulator import Job, Simulator, Spec
-from benchmarks.simulation.world import Broken, Mark, Request
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.estimates import Dials
 from omlx_admission.policy.model import Outcome, Target

@@ -17,7 +17,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from benchmarks.simulation.world import Mark, Model, Request, World
+from benchmarks.simulation.parts import Mark, Model, Request
+from benchmarks.simulation.world import World
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.estimates import Dials
 from omlx_admission.policy.model import Outcome, Target

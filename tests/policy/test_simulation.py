@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.simulation import chaos
 from benchmarks.simulation.optimum import fewest_swaps
+from benchmarks.simulation.parts import Broken
 from benchmarks.simulation.policies import POLICIES
 from benchmarks.simulation.retry import expired, full_queue
 from benchmarks.simulation.traces import (
@@ -23,7 +24,6 @@ from benchmarks.simulation.traces import (
     overlap,
     serial_s,
 )
-from benchmarks.simulation.world import Broken
 from omlx_admission.policy.admission import AdmissionPolicy
 
 ours = POLICIES["ours"]

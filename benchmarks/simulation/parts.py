@@ -1,0 +1,127 @@
+"""What a simulated pool is made of: its models, its requests, the load that runs."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from omlx_admission.policy.model import Action, Outcome, PoolView, Swap, Target, Waiter
+
+
+class Broken(AssertionError):
+    """The contract was violated; the text says which key."""
+
+
+class Policy(Protocol):
+    """What the world needs of a policy; ours and the ones it is compared with."""
+
+    gated: frozenset[str]
+    swap: Swap | None
+    side: Swap | None
+    wake_at: float | None
+
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def targets(self) -> tuple[Target, ...]: ...
+    @property
+    def marked(self) -> frozenset[str]: ...
+    def head(self, target: Target) -> Waiter | None: ...
+    def estimate(self, target: Target, size: int, view: PoolView, now: float) -> float: ...
+    def enqueue(
+        self,
+        target: Target,
+        size: int,
+        now: float,
+        deadline: float,
+        context: object = None,
+        *,
+        since: float | None = None,
+    ) -> Waiter: ...
+    def leave(self, waiter: Waiter, outcome: Outcome) -> bool: ...
+    def used(self, model: str, now: float) -> None: ...
+    def load_succeeded(self, target: Target, now: float) -> tuple[Waiter, ...]: ...
+    def load_refused(self, target: Target, now: float) -> None: ...
+    def load_failed(self, target: Target) -> tuple[Waiter, ...]: ...
+    def shut_down(self) -> tuple[Waiter, ...]: ...
+    def step(self, view: PoolView, now: float) -> list[Action]: ...
+
+
+class Mark(enum.Enum):
+    """Who asked a busy model to leave."""
+
+    OURS = "ours"
+    FOREIGN = "the enforcer or an administrator"
+
+
+@dataclass(slots=True)
+class Model:
+    """One registered model. ``strays`` are users without a lease (speech, aborted work)."""
+
+    name: str
+    size: int
+    pinned: bool = False
+    registered: bool = True
+    exclusive: str | None = None
+    resident: bool = False
+    loading: bool = False
+    unloading: bool = False
+    variant: object = None
+    leases: int = 0
+    strays: int = 0
+    mark: Mark | None = None
+    last_used: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.leases > 0 or self.strays > 0
+
+    @property
+    def holds_memory(self) -> bool:
+        return self.resident or self.loading or self.unloading
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One call of ``get_engine`` by a client, and what became of it."""
+
+    number: int
+    target: Target
+    arrived: float
+    budget: float
+    outcome: Outcome | None = None
+    ended: float | None = None
+    waiter: Waiter | None = None
+    holds_lease: bool = False
+    context: object = None
+
+    @property
+    def waited(self) -> float:
+        """Seconds from arrival to the outcome."""
+        assert self.ended is not None
+        return self.ended - self.arrived
+
+
+@dataclass(slots=True)
+class LoadJob:
+    """The task that carries out one ``Load``: evictions one by one, then the load."""
+
+    target: Target
+    size: int
+    victims: list[str]
+    started: float
+    stage: str = "created"
+    unload: str | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened; a swap is a completed load."""
+
+    steps: int = 0
+    swaps: int = 0
+    refused_loads: int = 0
+    failed_loads: int = 0
+    drains: int = 0
+    withdrawn: int = 0
