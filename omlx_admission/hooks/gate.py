@@ -140,11 +140,14 @@ class Source:
         """Whether all of ``needs`` are met; an empty sequence never is."""
         return bool(needs) and not self.problems(needs)
 
+    def read(self, module: str) -> bytes:
+        """The source of a dotted module; raises OSError where there is none."""
+        return self._found.module_path(module).read_bytes()
+
     def _tree(self, module: str) -> ast.Module | str:
         if module not in self._trees:
-            path = self._found.module_path(module)
             try:
-                self._trees[module] = ast.parse(path.read_bytes())
+                self._trees[module] = ast.parse(self.read(module))
             except OSError:
                 self._trees[module] = f"{module} is missing"
             except (SyntaxError, ValueError):

@@ -31,6 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "omlx_admission.surfaces.repro",
         "two threads, two MLX streams, with and without turns: does the GPU hang?",
     ),
+    "upstream": (
+        "omlx_admission.surfaces.upstream",
+        "make this package's changes in a checkout of oMLX, one commit each",
+    ),
 }
 
 

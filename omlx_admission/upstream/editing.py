@@ -1,0 +1,330 @@
+"""Edits of one module, anchored on names: what is not touched stays byte for byte.
+
+Every function takes a module and returns the edited one, or raises
+:class:`AnchorMissing`. Code that is put in is formatted where it lands
+(:mod:`~omlx_admission.upstream.style`); nothing else is formatted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import libcst as cst
+
+from omlx_admission.upstream import style
+from omlx_admission.upstream.change import AnchorMissing
+
+Block = Sequence[cst.BaseStatement]
+
+_BLANK = cst.EmptyLine(indent=False)
+
+
+# -- finding ------------------------------------------------------------------
+
+
+def has(module: cst.Module, name: str) -> bool:
+    """Whether a class, function or method of this dotted name is defined."""
+    try:
+        find(module, name)
+    except AnchorMissing:
+        return False
+    return True
+
+
+def find(module: cst.Module, name: str) -> cst.FunctionDef | cst.ClassDef:
+    """The last definition of a dotted name, which is the one that Python keeps."""
+    body: Sequence[cst.CSTNode] = module.body
+    found: cst.FunctionDef | cst.ClassDef | None = None
+    for part in name.split("."):
+        found = next((n for n in reversed(body) if _is_named(n, part)), None)  # type: ignore[assignment]
+        if found is None:
+            raise AnchorMissing(f"{name} is missing")
+        body = found.body.body
+    assert found is not None
+    return found
+
+
+def first_of(module: cst.Module, *names: str) -> str:
+    """The first of these dotted names that is defined."""
+    for name in names:
+        if has(module, name):
+            return name
+    raise AnchorMissing(f"neither {' nor '.join(names)} is there")
+
+
+def function(module: cst.Module, name: str) -> cst.FunctionDef:
+    """Like :func:`find`, for a function or method."""
+    found = find(module, name)
+    if not isinstance(found, cst.FunctionDef):
+        raise AnchorMissing(f"{name} is no function")
+    return found
+
+
+def _is_named(node: cst.CSTNode, name: str) -> bool:
+    return isinstance(node, cst.FunctionDef | cst.ClassDef) and node.name.value == name
+
+
+def squeezed(node: cst.CSTNode) -> str:
+    """The code of ``node`` without any space, to compare with."""
+    return re.sub(r"\s+", "", cst.Module([]).code_for_node(node))
+
+
+def docstring_length(body: Sequence[cst.CSTNode]) -> int:
+    """1 where ``body`` begins with a docstring, else 0."""
+    if not body or not isinstance(body[0], cst.SimpleStatementLine):
+        return 0
+    first = body[0].body[0]
+    return int(
+        isinstance(first, cst.Expr)
+        and isinstance(first.value, cst.SimpleString | cst.ConcatenatedString)
+    )
+
+
+# -- changing -----------------------------------------------------------------
+
+
+def change_function(
+    module: cst.Module,
+    name: str,
+    change: Callable[[cst.FunctionDef], cst.FunctionDef | Sequence[cst.FunctionDef]],
+) -> cst.Module:
+    """Put the result of ``change`` in the place of a function or method."""
+    node = function(module, name)
+    result = change(node)
+    if isinstance(result, cst.FunctionDef):
+        return cast(cst.Module, module.deep_replace(node, result))
+    return cast(cst.Module, module.deep_replace(node, cst.FlattenSentinel(result)))
+
+
+def _depth(name: str) -> int:
+    return len(name.split("."))
+
+
+def _with_body(node: cst.FunctionDef, body: Block) -> cst.FunctionDef:
+    if not isinstance(node.body, cst.IndentedBlock):
+        raise AnchorMissing(f"{node.name.value} has its body on the line of its name")
+    return node.with_changes(body=node.body.with_changes(body=list(body)))
+
+
+def _body(node: cst.FunctionDef) -> list[cst.BaseStatement]:
+    return [s for s in node.body.body if isinstance(s, cst.BaseStatement)]
+
+
+def insert_first(module: cst.Module, name: str, code: str) -> cst.Module:
+    """Put statements at the start of a function, after its docstring."""
+    new = style.statements(code, _depth(name))
+
+    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+        body = _body(node)
+        at = docstring_length(body)
+        return _with_body(node, [*body[:at], *new, *body[at:]])
+
+    return change_function(module, name, change)
+
+
+def insert_last(module: cst.Module, name: str, code: str) -> cst.Module:
+    """Put statements at the end of a function, whose last statement must not leave it."""
+    new = style.statements(code, _depth(name))
+
+    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+        body = _body(node)
+        last = body[-1]
+        if isinstance(last, cst.SimpleStatementLine) and isinstance(
+            last.body[-1], cst.Return | cst.Raise
+        ):
+            raise AnchorMissing(f"{name} ends with a return or raise")
+        return _with_body(node, [*body, *new])
+
+    return change_function(module, name, change)
+
+
+def insert_after_assignment(
+    module: cst.Module, name: str, target: str, code: str
+) -> cst.Module:
+    """Put statements behind the one in the body of ``name`` that assigns ``target``."""
+    return _insert_beside(module, name, code, lambda s: _assigns(s, target), target, 1)
+
+
+def insert_before_statement(
+    module: cst.Module, name: str, statement: str, code: str
+) -> cst.Module:
+    """Put statements before the one in the body of ``name`` whose code is ``statement``."""
+    wanted = re.sub(r"\s+", "", statement)
+    return _insert_beside(module, name, code, lambda s: squeezed(s) == wanted, statement, 0)
+
+
+def _insert_beside(
+    module: cst.Module,
+    name: str,
+    code: str,
+    is_anchor: Callable[[cst.BaseStatement], bool],
+    anchor: str,
+    offset: int,
+) -> cst.Module:
+    new = style.statements(code, _depth(name))
+
+    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+        body = _body(node)
+        places = [index for index, statement in enumerate(body) if is_anchor(statement)]
+        if len(places) != 1:
+            raise AnchorMissing(f"{name}: {len(places)} statements with {anchor}, expected one")
+        at = places[0] + offset
+        return _with_body(node, [*body[:at], *new, *body[at:]])
+
+    return change_function(module, name, change)
+
+
+def _assigns(statement: cst.BaseStatement, target: str) -> bool:
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    for small in statement.body:
+        if isinstance(small, cst.AnnAssign) and squeezed(small.target) == target:
+            return True
+        if isinstance(small, cst.Assign) and any(
+            squeezed(t.target) == target for t in small.targets
+        ):
+            return True
+    return False
+
+
+def insert_method(module: cst.Module, code: str, *, after: str) -> cst.Module:
+    """Put a method behind the method ``after`` (``Class.method``)."""
+    new = style.method(code).with_changes(leading_lines=[_BLANK])
+    return change_function(module, after, lambda node: [node, new])
+
+
+def split_function(
+    module: cst.Module, name: str, *, head: str, rest: str, doc: str
+) -> cst.Module:
+    """Split a function after its docstring: ``head`` is its new body, ``rest`` takes the old.
+
+    ``rest`` has the same parameters and stands right behind, so that not one line of
+    the old body moves or changes. ``doc`` is its docstring.
+    """
+    new = style.statements(head, _depth(name))
+    (docstring,) = style.statements(f'"""{doc}"""', _depth(name))
+
+    def change(node: cst.FunctionDef) -> list[cst.FunctionDef]:
+        body = _body(node)
+        at = docstring_length(body)
+        public = _with_body(node, [*body[:at], *new])
+        old = _with_body(node, [docstring, *body[at:]])
+        private = old.with_changes(
+            name=cst.Name(rest.rpartition(".")[2]), leading_lines=[_BLANK], decorators=[]
+        )
+        return [public, private]
+
+    return change_function(module, name, change)
+
+
+def decorate(module: cst.Module, name: str, decorator: str) -> cst.Module:
+    """Put a decorator outermost round a function or method."""
+
+    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+        new = cst.Decorator(cst.parse_expression(decorator))
+        return node.with_changes(decorators=[new, *node.decorators])
+
+    return change_function(module, name, change)
+
+
+def replace_expression(
+    module: cst.Module, name: str, old: str, new: str, *, count: int = 1
+) -> cst.Module:
+    """Replace an expression within a function; ``count`` is how often it must be there."""
+    wanted = re.sub(r"\s+", "", old)
+    node = function(module, name)
+    replacer = _Replacer(wanted, cst.parse_expression(new))
+    changed = node.visit(replacer)
+    if replacer.found != count:
+        raise AnchorMissing(f"{name}: {old} is there {replacer.found} times, expected {count}")
+    return cast(cst.Module, module.deep_replace(node, cast(cst.FunctionDef, changed)))
+
+
+class _Replacer(cst.CSTTransformer):
+    def __init__(self, wanted: str, new: cst.BaseExpression) -> None:
+        super().__init__()
+        self._wanted = wanted
+        self._new = new
+        self.found = 0
+
+    def on_leave(self, original_node, updated_node):  # type: ignore[no-untyped-def]
+        """Replace where the code is the wanted one."""
+        if isinstance(original_node, cst.BaseExpression) and (
+            squeezed(original_node) == self._wanted
+        ):
+            self.found += 1
+            return self._new.deep_clone()
+        return super().on_leave(original_node, updated_node)
+
+
+def add_import(module: cst.Module, code: str) -> cst.Module:
+    """Add ``from .x import y`` where import sorting wants it; nothing if it is there."""
+    (new,) = style.statements(code, 0)
+    key = _import_key(new)
+    if key is None:
+        raise ValueError(f"{code!r} is no relative from-import")
+    body = list(module.body)
+    if any(squeezed(s) == squeezed(new) for s in body):
+        return module
+    first_block: list[int] = []
+    for index, statement in enumerate(body):
+        if _import_key(statement) is not None:
+            first_block.append(index)
+        elif first_block:
+            break
+    if not first_block:
+        raise AnchorMissing("no relative import at the top")
+    keys = {index: cast(tuple[int, str], _import_key(body[index])) for index in first_block}
+    at = next((i for i in first_block if keys[i] > key), first_block[-1] + 1)
+    if at == first_block[0]:
+        # The blank line, or the comment, above the block stays above the block.
+        leading = getattr(body[at], "leading_lines", [])
+        new = new.with_changes(leading_lines=leading)
+        body[at] = body[at].with_changes(leading_lines=[])
+    return module.with_changes(body=[*body[:at], new, *body[at:]])
+
+
+def _import_key(statement: cst.CSTNode) -> tuple[int, str] | None:
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return None
+    first = statement.body[0]
+    if not isinstance(first, cst.ImportFrom) or not first.relative:
+        return None
+    name = "" if first.module is None else squeezed(first.module)
+    # Sorting puts `..x` before `.x`, and within one level goes by name.
+    return -len(first.relative), name
+
+
+def insert_after_call(module: cst.Module, call: str, code: str) -> cst.Module:
+    """Put statements behind the one statement of the module that is a call of ``call``."""
+    body = list(module.body)
+    places = [i for i, s in enumerate(body) if _called(s) == call]
+    if not places:
+        raise AnchorMissing(f"no call of {call} at the top level")
+    at = places[0] + 1
+    return module.with_changes(body=[*body[:at], *style.statements(code, 0), *body[at:]])
+
+
+def insert_after_definition(module: cst.Module, target: str, code: str) -> cst.Module:
+    """Put statements behind the one statement of the module that assigns ``target``."""
+    body = list(module.body)
+    places = [
+        i
+        for i, s in enumerate(body)
+        if isinstance(s, cst.BaseStatement) and _assigns(s, target)
+    ]
+    if len(places) != 1:
+        raise AnchorMissing(f"{len(places)} assignments to {target} at the top, expected one")
+    at = places[0] + 1
+    return module.with_changes(body=[*body[:at], *style.statements(code, 0), *body[at:]])
+
+
+def _called(statement: cst.CSTNode) -> str | None:
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return None
+    first = statement.body[0]
+    if isinstance(first, cst.Expr) and isinstance(first.value, cst.Call):
+        return squeezed(first.value.func)
+    return None

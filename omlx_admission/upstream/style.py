@@ -1,0 +1,63 @@
+"""Code in the style of the checkout: black, with that project's line length."""
+
+from __future__ import annotations
+
+import contextvars
+import textwrap
+import tomllib
+from pathlib import Path
+
+import black
+import libcst as cst
+
+#: oMLX's line length where its ``pyproject.toml`` says nothing else.
+DEFAULT_LINE_LENGTH = 88
+
+_INDENT = 4
+
+#: Of the checkout that is being edited.
+line_length: contextvars.ContextVar[int] = contextvars.ContextVar(
+    "line_length", default=DEFAULT_LINE_LENGTH
+)
+
+
+def of_checkout(root: Path) -> int:
+    """The line length that the project in ``root`` tells black."""
+    try:
+        project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
+    except (OSError, ValueError):
+        return DEFAULT_LINE_LENGTH
+    value = project.get("tool", {}).get("black", {}).get("line-length")
+    return value if isinstance(value, int) and value > 0 else DEFAULT_LINE_LENGTH
+
+
+def file(text: str) -> str:
+    """A whole new file, formatted."""
+    return black.format_str(text, mode=black.Mode(line_length=line_length.get()))
+
+
+def statements(code: str, depth: int) -> list[cst.BaseStatement]:
+    """``code`` as statements for a body that is indented ``depth`` times, formatted there."""
+    wrapped = textwrap.dedent(code).strip("\n")
+    for _ in range(depth):
+        wrapped = "async def f():\n" + textwrap.indent(wrapped, " " * _INDENT)
+    body: list[cst.BaseStatement] = list(_parsed(file(wrapped)))
+    for _ in range(depth):
+        (outer,) = body
+        assert isinstance(outer, cst.FunctionDef)
+        body = [s for s in outer.body.body if isinstance(s, cst.BaseStatement)]
+    return body
+
+
+def method(code: str) -> cst.FunctionDef:
+    """``code`` as a method of a class at the top of a module, formatted there."""
+    text = "class C:\n" + textwrap.indent(textwrap.dedent(code).strip("\n"), " " * _INDENT)
+    (owner,) = _parsed(file(text))
+    assert isinstance(owner, cst.ClassDef)
+    (found,) = owner.body.body
+    assert isinstance(found, cst.FunctionDef)
+    return found
+
+
+def _parsed(text: str) -> list[cst.BaseStatement]:
+    return [s for s in cst.parse_module(text).body if isinstance(s, cst.BaseStatement)]
