@@ -188,7 +188,8 @@ VARIABLES: tuple[Variable, ...] = (
         "stream_hold_s",
         _seconds,
         _SECONDS,
-        "a stream still waiting then gets keep-alives (reserved, without effect so far)",
+        "a stream that waits longer gets its 200 and oMLX's keep-alives, and any refusal as "
+        "an event; 0: never",
     ),
     Variable(
         "OMLX_ADMISSION_SURFACES",

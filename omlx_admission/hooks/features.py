@@ -16,6 +16,7 @@ from omlx_admission.hooks import (
     queue,
     requests,
     resident,
+    stream_hold,
     surfaces,
 )
 from omlx_admission.hooks.gate import Need
@@ -92,6 +93,13 @@ FEATURES: tuple[Feature, ...] = (
         requests.NEEDS,
     ),
     Feature(
+        "stream_hold",
+        "OMLX_ADMISSION_STREAM_HOLD_S",
+        "stream_hold_s",
+        "a stream that waits long gets oMLX's keep-alives until its model is there",
+        stream_hold.NEEDS,
+    ),
+    Feature(
         "surfaces",
         "OMLX_ADMISSION_SURFACES",
         "surfaces",
@@ -153,6 +161,11 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("leases", resident.POOL, lambda _m, ledger, _w: resident.hold_unleased(ledger)),
     Part("requests", requests.SERVER, lambda m, ledger, _w: requests.apply(m, ledger)),
+    Part(
+        "stream_hold",
+        stream_hold.SERVER,
+        lambda m, ledger, w: stream_hold.apply(m, ledger, w.settings.stream_hold_s),
+    ),
     Part("gpu_setting", gpu_setting.MODULE, lambda m, ledger, _w: gpu_setting.apply(m, ledger)),
     *gpu_turn.parts(Part),
     *gpu_watch.parts(Part),

@@ -204,6 +204,7 @@ class Admission:
         queued = False
         timer: asyncio.TimerHandle | None = None
         watch: requests.Watch | None = None
+        hold = request.hold if request is not None else None
         try:
             if not joins:
                 self.step()
@@ -212,6 +213,8 @@ class Admission:
                 self.observer.enqueued(waiter, self.policy.waiting)
                 timer = loop.call_later(max(0.0, deadline - now), self._expire, waiter)
                 watch = requests.Watch(request, lambda: self._client_left(waiter))
+                if hold is not None:
+                    hold.wait_began()
             return await pending.future
         except BaseException:
             if self.policy.leave(waiter, Outcome.CANCELLED):
@@ -226,6 +229,8 @@ class Admission:
                 timer.cancel()
             if watch is not None:
                 watch.stop()
+            if hold is not None:
+                hold.wait_ended()
             self.observer.left(waiter, self.now(), self.policy.waiting, queued)
 
     def _expire(self, waiter: Waiter) -> None:

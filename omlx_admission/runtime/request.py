@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from omlx_admission.runtime import stream_hold
 from omlx_admission.runtime.refusal import Refusal
 
 logger = logging.getLogger("omlx.admission")
@@ -55,6 +56,7 @@ class Request:
         self.path: str = scope.get("path", "")
         self.max_wait, self.header_problem = _max_wait(scope)
         self.refusal: Refusal | None = None
+        self.hold: stream_hold.StreamHold | None = None
         self.ended = False
         self.waited_s = 0.0
         self._headers = scope.get("headers", ())
@@ -93,9 +95,10 @@ class Request:
 
     async def receive(self) -> Message:
         """The application's ``receive``: first what a watch has read ahead."""
-        if self._buffer:
-            return self._buffer.popleft()
-        return await self._receive()
+        message = self._buffer.popleft() if self._buffer else await self._receive()
+        if self.hold is not None:
+            self.hold.note(message)
+        return message
 
     async def gone(self) -> None:
         """Return when the client has left; what else arrives is kept for the application.
@@ -152,12 +155,16 @@ class RequestMiddleware:
             await _respond(problem, request.path, send)
             return
         replaced = False
+        hold = request.hold = stream_hold.hold_for(scope, send)
 
         async def send_or_replace(message: Message) -> None:
             nonlocal replaced
             if replaced:
                 return
             refusal = request.refusal
+            if hold is not None and hold.began:
+                await hold.forward(message, refusal)
+                return
             if (
                 refusal is not None
                 and message["type"] == "http.response.start"
@@ -166,11 +173,18 @@ class RequestMiddleware:
                 replaced = True
                 await _respond(refusal, request.path, send)
                 return
-            if message["type"] == "http.response.start" and message["status"] < 400:
-                _tell_wait(request, scope, message)
+            if message["type"] == "http.response.start":
+                if hold is not None:
+                    hold.answered()
+                if message["status"] < 400:
+                    _tell_wait(request, scope, message)
             await send(message)
 
-        await self.app(scope, request.receive, send_or_replace)
+        answer = self.app(scope, request.receive, send_or_replace)
+        if hold is None:
+            await answer
+        else:
+            await hold.run(answer, lambda: request.refusal)
 
 
 def _tell_wait(request: Request, scope: Scope, message: Message) -> None:

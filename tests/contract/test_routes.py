@@ -18,6 +18,18 @@ MAPPED = {
     "other of the pool": [500, None],
 }
 
+#: 4.2: what goes over the wire while nothing else does; Responses have no chunk.
+KEEPALIVES = {
+    "openai_chat": 'data: {"id":"chatcmpl-keepalive","object":"chat.completion.chunk",'
+    '"created":0,"model":"keepalive","choices":[{"index":0,'
+    '"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n',
+    "openai_completion": 'data: {"id":"cmpl-keepalive","object":"text_completion",'
+    '"created":0,"model":"keepalive","choices":[{"index":0,"text":"","logprobs":null,'
+    '"finish_reason":null}]}\n\n',
+    "anthropic": 'event: ping\ndata: {"type":"ping"}\n\n',
+    "openai_responses": None,
+}
+
 ALL = (*MAPPED, "queue full", "own queue full", "with header", "unknown")
 
 STORIES: list[tuple[str, str, Any]] = [
@@ -111,6 +123,16 @@ STORIES: list[tuple[str, str, Any]] = [
         "stream_starts_with_a_keepalive_and_reports_errors",
         {"first": True, "frames": "data: 1\n\n", "error": True, "end": True},
     ),
+    (
+        "4.2",
+        "keepalives_by_mode",
+        {
+            "chunk": KEEPALIVES,
+            "comment": dict.fromkeys(KEEPALIVES, ": keep-alive\n\n"),
+            "off": dict.fromkeys(KEEPALIVES),
+        },
+    ),
+    ("4.2: with the stream's own id", "chat_keepalive_with_an_id", True),
     ("2.1", "lease_is_released_before_the_last_frame", ["frame", "released", "end"]),
 ]
 

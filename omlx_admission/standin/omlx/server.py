@@ -61,6 +61,9 @@ logger = logging.getLogger(__name__)
 security = HTTPBearer(auto_error=False)
 
 _KEEPALIVE_COMMENT = ": keep-alive\n\n"
+_KEEPALIVE_CHAT_CHUNK = formats.chat_keepalive("chatcmpl-keepalive")
+_KEEPALIVE_COMPLETION_CHUNK = formats.completion_keepalive("cmpl-keepalive")
+_KEEPALIVE_ANTHROPIC_PING = formats.ANTHROPIC_PING
 _SSE_HEADERS = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
 
 
@@ -521,7 +524,8 @@ async def _acquired(model: str, kind: EngineType) -> AsyncIterator[Any]:
 # -- keep-alives ------------------------------------------------------------
 
 
-def _resolve_keepalive(protocol: str, response_id: str = "") -> str | None:
+def _resolve_keepalive(protocol: str) -> str | None:
+    """The frame of a protocol in the mode that is set; None where nothing is sent."""
     settings = _server_state.global_settings
     mode = settings.server.sse_keepalive_mode if settings is not None else "chunk"
     if mode == "off":
@@ -529,11 +533,21 @@ def _resolve_keepalive(protocol: str, response_id: str = "") -> str | None:
     if mode == "comment":
         return _KEEPALIVE_COMMENT
     frames = {
-        "openai_chat": formats.chat_keepalive(response_id),
-        "openai_completion": formats.completion_keepalive(response_id),
-        "anthropic": formats.ANTHROPIC_PING,
+        "openai_chat": _KEEPALIVE_CHAT_CHUNK,
+        "openai_completion": _KEEPALIVE_COMPLETION_CHUNK,
+        "anthropic": _KEEPALIVE_ANTHROPIC_PING,
     }
     return frames.get(protocol)
+
+
+def _chat_keepalive_chunk(response_id: str) -> str:
+    """The frame with a stream's own id."""
+    return formats.chat_keepalive(response_id)
+
+
+def _completion_keepalive_chunk(response_id: str) -> str:
+    """The frame with a stream's own id."""
+    return formats.completion_keepalive(response_id)
 
 
 async def _gone(http_request: Request | None) -> bool:
@@ -939,7 +953,9 @@ async def create_completion(
             stream = formats.Stream(engine.stream_generate(prompt=prompts[0], **options))
             include = bool(request.stream_options and request.stream_options.include_usage)
             frames = formats.completion_stream(request.model, stream, response_id, include)
-            keepalive = _resolve_keepalive("openai_completion", response_id)
+            keepalive = _resolve_keepalive("openai_completion")
+            if keepalive == _KEEPALIVE_COMPLETION_CHUNK:
+                keepalive = _completion_keepalive_chunk(response_id)
             return _sse(http_request, lease, stream, frames, keepalive)
 
         async def run() -> list[GenerationOutput]:
@@ -973,7 +989,9 @@ async def create_chat_completion(
             stream = formats.Stream(engine.stream_chat(messages=messages, **options))
             include = bool(request.stream_options and request.stream_options.include_usage)
             frames = formats.chat_stream(request.model, stream, response_id, include)
-            keepalive = _resolve_keepalive("openai_chat", response_id)
+            keepalive = _resolve_keepalive("openai_chat")
+            if keepalive == _KEEPALIVE_CHAT_CHUNK:
+                keepalive = _chat_keepalive_chunk(response_id)
             return _sse(http_request, lease, stream, frames, keepalive)
 
         async def run() -> list[GenerationOutput]:

@@ -5,13 +5,15 @@ gigabytes. The pause stands before the engine's own start, inside oMLX's load
 and under whatever locks oMLX holds there.
 
 Usage: ``python -m omlx_admission.surfaces.demo.launch PLAN serve ...`` where
-PLAN is JSON: ``{"load_s": 3.0, "per_model": {"b": 5.0}, "failing": ["c"]}``
-(seconds; model names are folder names).
+PLAN is JSON: ``{"load_s": 3.0, "per_model": {"b": 5.0}, "failing": ["c"],
+"keepalive_s": 0.5}`` (seconds; model names are folder names; the last one is the
+interval of oMLX's keep-alives on streams, which no option of oMLX's sets).
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import sys
@@ -37,6 +39,23 @@ def slow_down(plan: dict[str, Any]) -> None:
         return await wrapped(*args, **kwargs)
 
     wrapt.wrap_function_wrapper(BatchedEngine, "start", start)
+    if "keepalive_s" in plan:
+        wrapt.register_post_import_hook(
+            lambda server: hurry(server._with_sse_keepalive, float(plan["keepalive_s"])),
+            "omlx.server",
+        )
+
+
+def hurry(keepalive: Any, seconds: float) -> None:
+    """Make ``seconds`` the default of the parameter ``interval``."""
+    names = [
+        p.name
+        for p in inspect.signature(keepalive).parameters.values()
+        if p.default is not p.empty
+    ]
+    defaults = list(keepalive.__defaults__)
+    defaults[names.index("interval")] = seconds
+    keepalive.__defaults__ = tuple(defaults)
 
 
 def main() -> None:

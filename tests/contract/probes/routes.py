@@ -320,6 +320,29 @@ async def story_stream_starts_with_a_keepalive_and_reports_errors():
     }
 
 
+async def story_keepalives_by_mode():
+    set_up(None)
+    found = {}
+    for mode in ("chunk", "comment", "off"):
+        server._server_state.global_settings.server.sse_keepalive_mode = mode
+        found[mode] = {
+            protocol: server._resolve_keepalive(protocol)
+            for protocol in (
+                "openai_chat",
+                "openai_completion",
+                "anthropic",
+                "openai_responses",
+            )
+        }
+    return found
+
+
+async def story_chat_keepalive_with_an_id():
+    return server._chat_keepalive_chunk("chatcmpl-1") == server._KEEPALIVE_CHAT_CHUNK.replace(
+        "chatcmpl-keepalive", "chatcmpl-1"
+    )
+
+
 async def story_lease_is_released_before_the_last_frame():
     events = []
 

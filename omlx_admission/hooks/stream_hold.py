@@ -1,0 +1,58 @@
+"""Keep-alives of streams that wait: their form, mode and interval are oMLX's own."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+from omlx_admission.hooks import faults
+from omlx_admission.hooks import requests as requests_hook
+from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.runtime import stream_hold
+
+SERVER = requests_hook.SERVER
+
+NEEDS = (
+    *requests_hook.NEEDS,
+    Need(SERVER, "_resolve_keepalive", Kind.SYNC, ("protocol",), exact=True),
+    Need(SERVER, "_KEEPALIVE_COMMENT", Kind.VALUE),
+    Need(
+        SERVER,
+        "_with_sse_keepalive",
+        Kind.ASYNC,
+        ("generator", "http_request", "interval"),
+    ),
+)
+
+
+def keepalive(module: Any, protocol: str) -> stream_hold.Keepalive | None:
+    """What oMLX would send on a stream of ``protocol`` now; None in its mode ``off``.
+
+    Asked for each stream, because the mode can be changed while the server runs. In
+    the mode ``chunk`` oMLX has nothing for Responses, whose clients take no event
+    before ``response.created``: there it is oMLX's other form, the comment, which
+    clients of event streams must ignore.
+    """
+    try:
+        frame = module._resolve_keepalive(protocol)
+        if frame is None and module._resolve_keepalive("openai_chat") is not None:
+            frame = module._KEEPALIVE_COMMENT
+        if frame is None:
+            return None
+        parameters = inspect.signature(module._with_sse_keepalive).parameters
+        return stream_hold.Keepalive(frame.encode(), float(parameters["interval"].default))
+    except Exception as error:  # noqa: BLE001 - the stream waits as it did before
+        faults.note("asking for oMLX's keep-alive", error)
+        return None
+
+
+def apply(module: Any, ledger: Ledger, after_s: float) -> None:
+    """Keep streams alive that have waited ``after_s`` seconds; wraps nothing."""
+    stream_hold.rule = stream_hold.Rule(after_s, partial(keepalive, module))
+
+    def remove() -> None:
+        stream_hold.rule = None
+
+    ledger.on_undo(remove)

@@ -1,0 +1,138 @@
+"""Keep-alives are asked of oMLX itself: its frames, its mode, its interval."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from omlx_admission.hooks import gate, install, stream_hold
+from omlx_admission.hooks.install import State
+from omlx_admission.runtime import stream_hold as runtime
+from omlx_admission.settings import Settings
+
+ALL = ("openai_chat", "openai_completion", "anthropic", "openai_responses")
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    with warnings.catch_warnings():
+        # oMLX's own models of requests are deprecated in form.
+        warnings.simplefilter("ignore")
+        try:
+            import omlx.server
+        except ImportError as error:
+            pytest.skip(f"this Python cannot import that oMLX's server: {error}")
+
+    before = omlx.server._server_state.global_settings
+    yield omlx.server
+    omlx.server._server_state.global_settings = before
+
+
+def mode(server: Any, name: str) -> None:
+    settings = SimpleNamespace(server=SimpleNamespace(sse_keepalive_mode=name))
+    server._server_state.global_settings = settings
+
+
+def frame(server: Any, protocol: str) -> str | None:
+    found = stream_hold.keepalive(server, protocol)
+    return None if found is None else found.frame.decode()
+
+
+def test_the_frames_are_omlxs(server: Any) -> None:
+    mode(server, "chunk")
+    frames = {protocol: frame(server, protocol) for protocol in ALL}
+    assert frames == {
+        "openai_chat": server._KEEPALIVE_CHAT_CHUNK,
+        "openai_completion": server._KEEPALIVE_COMPLETION_CHUNK,
+        "anthropic": server._KEEPALIVE_ANTHROPIC_PING,
+        # oMLX has none there.
+        "openai_responses": ": keep-alive\n\n",
+    }
+    assert server._resolve_keepalive("openai_responses") is None
+    mode(server, "comment")
+    assert {frame(server, protocol) for protocol in ALL} == {": keep-alive\n\n"}
+    mode(server, "off")
+    assert {frame(server, protocol) for protocol in ALL} == {None}
+
+
+def test_the_interval_is_omlxs(server: Any, mocker: Any) -> None:
+    mode(server, "chunk")
+    found = stream_hold.keepalive(server, "anthropic")
+    assert found is not None
+    assert found.interval_s == 10.0
+
+    async def other(generator: Any, http_request: Any = None, interval: float = 3.0) -> None:
+        raise AssertionError
+
+    mocker.patch.object(server, "_with_sse_keepalive", other)
+    found = stream_hold.keepalive(server, "anthropic")
+    assert found is not None
+    assert found.interval_s == 3.0
+
+
+def test_the_id_of_a_chunk_is_found_and_replaced(server: Any) -> None:
+    """What is sent is what oMLX makes itself once it knows the id."""
+    mode(server, "chunk")
+    found = stream_hold.keepalive(server, "openai_chat")
+    assert found is not None
+
+    async def send(message: Any) -> None: ...
+
+    rule = runtime.Rule(1.0, lambda protocol: found)
+    hold = runtime.StreamHold(rule, "openai_chat", send)
+    own = hold._with_own_id(found).frame.decode()
+    response_id = own.partition('"id":"')[2].partition('"')[0]
+    assert response_id != "chatcmpl-keepalive"
+    assert own == server._chat_keepalive_chunk(response_id)
+
+
+def test_a_fault_is_noted_and_nothing_is_sent(
+    server: Any, mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    mocker.patch.object(stream_hold.faults, "_noted", set())
+    mocker.patch.object(server, "_resolve_keepalive", side_effect=ZeroDivisionError)
+    assert stream_hold.keepalive(server, "openai_chat") is None
+    assert stream_hold.keepalive(server, "openai_chat") is None
+    assert caplog.text.count("asking for oMLX's keep-alive failed") == 1
+
+
+@pytest.mark.parametrize("after_s", [2.5, 0.0])
+def test_the_variable_switches_it(server: Any, after_s: float) -> None:
+    import omlx.engine_pool
+
+    one = install.Installer(install.decide(settings=Settings(stream_hold_s=after_s)))
+    try:
+        one.on_import(omlx.engine_pool)
+        one.on_import(server)
+        state = one.report.verdict("stream_hold").state
+        if after_s:
+            assert state is State.APPLIED
+            assert runtime.rule is not None
+            assert runtime.rule.after_s == after_s
+        else:
+            assert state is State.OFF
+            assert runtime.rule is None
+    finally:
+        one.undo()
+    assert runtime.rule is None
+
+
+def test_an_omlx_without_such_keepalives_runs_without(tmp_path: Any) -> None:
+    found = gate.find()
+    text = (found.root / "server.py").read_text("utf-8")
+    source = tmp_path / "omlx"
+    source.mkdir()
+    for name in ("_version.py", "engine_pool.py", "exceptions.py"):
+        (source / name).write_text((found.root / name).read_text("utf-8"))
+    changed = text.replace("def _resolve_keepalive(protocol", "def _resolve_keepalive(kind")
+    assert changed != text
+    (source / "server.py").write_text(changed)
+    report = install.decide(tmp_path, Settings())
+    verdict = report.verdict("stream_hold")
+    assert verdict.state is State.REFUSED
+    assert "_resolve_keepalive" in verdict.reasons[0]
+    assert report.verdict("requests").state is State.READY
