@@ -69,6 +69,7 @@ class Settings:
     max_age_s: float | None = None
     linger_s: float | None = None
     leases: bool = True
+    off_loop_close: bool = True
     serialize_engine_gpu: bool = False
     exposure: bool = True
     exit_on_gpu_lockout: bool = True
@@ -150,6 +151,13 @@ VARIABLES: tuple[Variable, ...] = (
         _switch,
         _SWITCH,
         "a model handed to a route that takes no lease stays until its request ends",
+    ),
+    Variable(
+        "OMLX_ADMISSION_OFF_LOOP_CLOSE",
+        "off_loop_close",
+        _switch,
+        _SWITCH,
+        "an engine is closed on a thread, while the server goes on (needs the resident path)",
     ),
     Variable(
         "OMLX_SERIALIZE_ENGINE_GPU",

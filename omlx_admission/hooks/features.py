@@ -13,6 +13,7 @@ from omlx_admission.hooks import (
     gpu_setting,
     gpu_turn,
     gpu_watch,
+    off_loop,
     queue,
     requests,
     resident,
@@ -84,6 +85,14 @@ FEATURES: tuple[Feature, ...] = (
         "leases",
         "a model handed to a route that takes no lease stays until its request ends",
         resident.LEASE_NEEDS,
+    ),
+    Feature(
+        "off_loop_close",
+        "OMLX_ADMISSION_OFF_LOOP_CLOSE",
+        "off_loop_close",
+        "an engine is closed on a thread, not on the event loop",
+        off_loop.NEEDS,
+        off_loop.NATIVE,
     ),
     Feature(
         "requests",
@@ -167,6 +176,7 @@ PARTS: tuple[Part, ...] = (
         lambda m, ledger, w: stream_hold.apply(m, ledger, w.settings.stream_hold_s),
     ),
     Part("gpu_setting", gpu_setting.MODULE, lambda m, ledger, _w: gpu_setting.apply(m, ledger)),
+    *off_loop.parts(Part),
     *gpu_turn.parts(Part),
     *gpu_watch.parts(Part),
 )

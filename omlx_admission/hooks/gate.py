@@ -41,7 +41,8 @@ class Need:
     ``params`` are the leading parameter names in order, ``self`` left out;
     None means that the hook passes whatever there is. With ``exact`` nothing
     may follow them; otherwise further parameters are fine as long as they have
-    defaults, because wrappers pass them through.
+    defaults, because wrappers pass them through. With ``awaits`` its body awaits
+    nothing but calls of functions with these names.
     """
 
     module: str
@@ -49,6 +50,7 @@ class Need:
     kind: Kind
     params: tuple[str, ...] | None = None
     exact: bool = False
+    awaits: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}"
@@ -234,8 +236,25 @@ def _shape_problem(need: Need, node: ast.AST) -> str | None:
     }.get(type(node), Kind.VALUE)
     if actual is not need.kind:
         return f"{need} is a {actual.value}, expected a {need.kind.value}"
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and need.params is not None:
-        return _parameter_problem(need, need.params, node)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    if need.params is not None:
+        problem = _parameter_problem(need, need.params, node)
+        if problem is not None:
+            return problem
+    return None if need.awaits is None else _await_problem(need, need.awaits, node)
+
+
+def _await_problem(need: Need, names: tuple[str, ...], node: ast.AST) -> str | None:
+    for child in ast.walk(node):
+        if isinstance(child, ast.AsyncFor | ast.AsyncWith):
+            return f"{need} awaits in a loop or a with statement"
+        if not isinstance(child, ast.Await):
+            continue
+        called = child.value.func if isinstance(child.value, ast.Call) else child.value
+        name = getattr(called, "attr", getattr(called, "id", ast.unparse(called)))
+        if name not in names:
+            return f"{need} awaits {name}, expected only {', '.join(names)}"
     return None
 
 

@@ -95,7 +95,47 @@ def make_embedder(
     """
     folder = _fresh(directory, name)
     vocab = _write_tokenizer(folder, ("<|pad|>",), chat=False)
+    config = _bert_config(hidden, layers, vocab)
+    _write_json(folder / "config.json", config)
+    _write_weights(folder, _bert_weights(config, seed), counted_bytes)
+    return folder
+
+
+def make_reranker(
+    directory: Path,
+    *,
+    name: str,
+    counted_bytes: int | None = None,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+) -> Path:
+    """Write an XLM-RoBERTa-type reranker to ``directory/name`` and return that folder.
+
+    Its scores are as good as random, the same for the same texts.
+    """
+    folder = _fresh(directory, name)
+    vocab = _write_tokenizer(folder, ("<|pad|>",), chat=False)
     config = {
+        **_bert_config(hidden, layers, vocab),
+        "architectures": ["XLMRobertaForSequenceClassification"],
+        "model_type": "xlm-roberta",
+        "num_labels": 1,
+    }
+    _write_json(folder / "config.json", config)
+    weights = _bert_weights(config, seed)
+    # In the place of the pooler: its weights, and one row for the score.
+    for part in ("weight", "bias"):
+        weights[f"classifier.dense.{part}"] = weights.pop(f"pooler.dense.{part}")
+    weights["classifier.out_proj.weight"] = weights["classifier.dense.weight"][:1]
+    weights["classifier.out_proj.bias"] = mx.zeros((1,))
+    # oMLX reads every file of a reranker and drops tensors of this name only.
+    _write_weights(folder, weights, counted_bytes, padding="position_ids")
+    return folder
+
+
+def _bert_config(hidden: int, layers: int, vocab: dict[str, int]) -> dict[str, Any]:
+    return {
         "architectures": ["BertModel"],
         "model_type": "bert",
         "hidden_size": hidden,
@@ -108,9 +148,6 @@ def make_embedder(
         "layer_norm_eps": 1e-5,
         "pad_token_id": vocab["<|pad|>"],
     }
-    _write_json(folder / "config.json", config)
-    _write_weights(folder, _bert_weights(config, seed), counted_bytes)
-    return folder
 
 
 def _llama_weights(
@@ -225,7 +262,10 @@ def _write_tokenizer(folder: Path, specials: tuple[str, ...], *, chat: bool) -> 
 
 
 def _write_weights(
-    folder: Path, weights: dict[str, mx.array], counted_bytes: int | None
+    folder: Path,
+    weights: dict[str, mx.array],
+    counted_bytes: int | None,
+    padding: str = "pad",
 ) -> None:
     mx.eval(list(weights.values()))
     path = folder / "model.safetensors"
@@ -243,12 +283,12 @@ def _write_weights(
         # A file below the size of its own header cannot be made: leave that off.
         size = min(missing, _PAD_FILE_LIMIT)
         if size > 256:
-            _write_pad(folder / f"pad{index or ''}.safetensors", size)
+            _write_pad(folder / f"pad{index or ''}.safetensors", size, padding)
         missing -= size
         index += 1
 
 
-def _write_pad(path: Path, size: int) -> None:
+def _write_pad(path: Path, size: int, tensor: str) -> None:
     """A valid safetensors file of exactly ``size`` bytes holding one sparse tensor.
 
     The name must not match ``model*.safetensors``, which is what mlx-lm loads.
@@ -258,7 +298,7 @@ def _write_pad(path: Path, size: int) -> None:
     room = 248
     count = size - 8 - room
     header = json.dumps(
-        {"pad": {"dtype": "U8", "shape": [count], "data_offsets": [0, count]}}
+        {tensor: {"dtype": "U8", "shape": [count], "data_offsets": [0, count]}}
     ).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", room))

@@ -33,6 +33,11 @@ STORIES: list[tuple[str, str, Any]] = [
         {"blocked": True, "coroutine": False},
     ),
     (
+        "2.3",
+        "after_the_cores_stop_the_rest_awaits_nothing",
+        {"suspended": False, "closed": True, "let go": True, "loaded": False},
+    ),
+    (
         "1.6",
         "activity_shows_only_with_a_mailbox",
         {"before": False, "during": True, "after": False},

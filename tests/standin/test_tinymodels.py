@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from omlx_admission.standin.tinymodels import make_embedder, make_text_model
+from omlx_admission.standin.tinymodels import make_embedder, make_reranker, make_text_model
 
 
 def counted(folder: Path) -> int:
@@ -17,7 +17,7 @@ def counted(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("size", [2_000_000, 1_800_000_000, 5_000_000_000])
-@pytest.mark.parametrize("make", [make_text_model, make_embedder])
+@pytest.mark.parametrize("make", [make_text_model, make_embedder, make_reranker])
 def test_counted_size_is_exact_and_sparse(tmp_path: Path, make: object, size: int) -> None:
     folder = make(tmp_path, name="m", counted_bytes=size)  # type: ignore[operator]
     assert counted(folder) == size

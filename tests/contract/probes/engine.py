@@ -142,6 +142,28 @@ async def story_close_blocks_the_event_loop():
     return {"blocked": max(gaps) > 0.2, "coroutine": asyncio.iscoroutinefunction(core.close)}
 
 
+async def story_after_the_cores_stop_the_rest_awaits_nothing():
+    """An engine's stop, once its core has stopped, runs to its end in one go."""
+    engine = BatchedEngine(model_name=str(FOLDER / "text"))
+    await engine.start()
+    handle = engine._engine
+    core = handle.engine
+    await handle.stop()
+    rest = engine.stop()
+    try:
+        rest.send(None)
+        suspended = True
+    except StopIteration:
+        suspended = False
+    core.close()  # and a second close finds nothing to do
+    return {
+        "suspended": suspended,
+        "closed": core._closed,
+        "let go": engine._engine is None and core.scheduler is None,
+        "loaded": engine._loaded,
+    }
+
+
 async def story_activity_shows_only_with_a_mailbox():
     pool = engine_pool.EnginePool()
     entry(pool, "text")

@@ -1,0 +1,358 @@
+"""Teardown off the event loop: the loop goes on, nobody gets in between, all else as stock.
+
+On the stand-in, and with ``--omlx-src`` on a real oMLX: engines, cores and their teardown
+are theirs, only the scheduler is ours, and it stops in its shutdown when a test says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omlx_admission.hooks import gate, off_loop
+from omlx_admission.runtime import gpu_turn
+
+from .conftest import run, until
+from .gpu_rig import Gate, Model, fake_scheduler, installed
+
+MODULES = (
+    "omlx.scheduler",
+    "omlx.engine_pool",
+    "omlx.engine_core",
+    "omlx.engine.batched",
+    "omlx.engine.vlm",
+)
+ON = {"off_loop_close": True, "resident_path": True}
+
+
+class Bench:
+    """Loaded engines whose schedulers are fakes."""
+
+    def __init__(self, scheduler: type) -> None:
+        self.scheduler = scheduler
+        self.closed_on: list[str] = []
+
+    def engine(self, kind: type, name: str = "a", flush: Gate | None = None) -> Any:
+        """An engine with a core; its scheduler's shutdown stops at ``flush``."""
+        from omlx.engine_core import AsyncEngineCore, EngineConfig
+
+        config = EngineConfig(model_name=f"/models/{name}")
+        config.decode_burst_budget_s = config.decode_burst_budget_single_s = 0.0
+        engine = kind(model_name=f"/models/{name}")
+        engine._engine = AsyncEngineCore(Model(), Model(), config)
+        engine._loaded = True
+        core = engine._engine.engine
+        stock = core.close
+
+        def close() -> None:
+            self.closed_on.append(threading.current_thread().name)
+            stock()
+
+        core.close = close
+        if flush is not None:
+            core.scheduler.shutdown = flush
+        return engine
+
+
+def kinds() -> list[Any]:
+    def text() -> type:
+        from omlx.engine.batched import BatchedEngine
+
+        return BatchedEngine
+
+    def vision() -> type:
+        from omlx.engine.vlm import VLMBatchedEngine
+
+        return VLMBatchedEngine
+
+    return [pytest.param(text, id="text"), pytest.param(vision, id="vision")]
+
+
+each_kind = pytest.mark.parametrize("kind", kinds())
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    import omlx.engine.batched
+    import omlx.engine.vlm
+    import omlx.engine_core
+    import omlx.engine_pool
+    import omlx.scheduler as scheduler_module
+
+    fake = fake_scheduler(scheduler_module)
+    monkeypatch.setattr(omlx.engine_core, "Scheduler", fake)
+    with installed(*MODULES, scheduler=fake, **getattr(request, "param", ON)):
+        yield Bench(fake)
+
+
+def task(coroutine: Any) -> asyncio.Task[Any]:
+    return asyncio.get_running_loop().create_task(coroutine)
+
+
+def ours(kind: type) -> set[str]:
+    """Methods of ``kind`` that are wrapped by us now."""
+    wrappers = (off_loop.start, off_loop.stop)
+    return {n for n, v in vars(kind).items() if getattr(v, "_self_wrapper", None) in wrappers}
+
+
+async def turns(count: int = 20) -> None:
+    """Let the loop go round; it does not while something blocks it."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@each_kind
+def test_the_loop_goes_on_while_a_core_is_closed(
+    bench: Bench, kind: Callable[[], type]
+) -> None:
+    async def test() -> None:
+        flush = Gate()
+        engine = bench.engine(kind(), flush=flush)
+        core = engine._engine.engine
+        stopping = task(engine.stop())
+        await flush.until_reached()
+        await turns()
+        assert not stopping.done()
+        flush.open()
+        await stopping
+        assert (engine._engine, engine._loaded, core._closed) == (None, False, True)
+        assert bench.closed_on and bench.closed_on[0].startswith("admission-close")
+        assert vars(engine).get(off_loop._ATTRIBUTE) is None
+
+    run(test)
+
+
+@each_kind
+def test_a_cancel_waits_for_the_end_of_the_teardown(
+    bench: Bench, kind: Callable[[], type]
+) -> None:
+    async def test() -> None:
+        flush = Gate()
+        engine = bench.engine(kind(), flush=flush)
+        core = engine._engine.engine
+        stopping = task(engine.stop())
+        await flush.until_reached()
+        for _ in range(2):
+            stopping.cancel()
+            await turns()
+            assert not stopping.done()
+        flush.open()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert (engine._engine, core._closed, core.scheduler) == (None, True, None)
+        await engine.stop()  # a closed engine stops as it does in stock
+
+    run(test)
+
+
+@each_kind
+def test_a_second_stop_waits_for_the_first(bench: Bench, kind: Callable[[], type]) -> None:
+    async def test() -> None:
+        flush = Gate()
+        engine = bench.engine(kind(), flush=flush)
+        first = task(engine.stop())
+        await flush.until_reached()
+        second = task(engine.stop())
+        await turns()
+        assert not second.done()
+        flush.open()
+        await asyncio.gather(first, second)
+        assert len(bench.closed_on) == 1
+
+    run(test)
+
+
+@each_kind
+def test_a_start_waits_for_the_stop(bench: Bench, kind: Callable[[], type]) -> None:
+    """Whoever still holds the engine finds it stopped and starts it: after, not amid."""
+
+    async def test() -> None:
+        flush = Gate()
+        engine = bench.engine(kind(), flush=flush)
+        stopping = task(engine.stop())
+        await flush.until_reached()
+        assert engine._loaded is False
+        started: list[bool] = []
+
+        async def stock() -> None:
+            started.append(stopping.done())
+
+        starting = task(off_loop.start(stock, engine, (), {}))
+        assert ours(kind()) == {"start", "stop"}
+        await turns()
+        assert not started
+        flush.open()
+        await starting
+        assert started == [True]
+
+    run(test)
+
+
+def test_nothing_is_queued_at_a_core_that_closes(bench: Bench) -> None:
+    async def test() -> None:
+        from omlx.engine.batched import BatchedEngine
+
+        flush = Gate()
+        engine = bench.engine(BatchedEngine, "late", flush=flush)
+        handle = engine._engine
+        stopping = task(engine.stop())
+        await flush.until_reached()
+        with pytest.raises(off_loop.EngineClosing, match="'late' was unloaded"):
+            await handle.add_request(prompt=[1, 2])
+        flush.open()
+        await stopping
+
+    run(test)
+
+
+def test_an_error_of_the_cores_stop_is_raised_and_stock_is_not_run_again(bench: Bench) -> None:
+    async def test() -> None:
+        from omlx.engine.batched import BatchedEngine
+
+        engine = bench.engine(BatchedEngine)
+
+        async def broken() -> None:
+            raise ValueError("of the loop")
+
+        engine._engine.stop = broken
+        with pytest.raises(ValueError, match="of the loop"):
+            await engine.stop()
+        assert not bench.closed_on
+        # As in stock: it still has its core, and another stop tries again.
+        del engine._engine.stop
+        assert engine._loaded
+        await engine.stop()
+        assert len(bench.closed_on) == 1
+
+    run(test)
+
+
+def test_an_error_on_the_thread_is_raised_as_it_is(bench: Bench) -> None:
+    async def test() -> None:
+        from omlx.engine.batched import BatchedEngine
+
+        engine = bench.engine(BatchedEngine)
+
+        async def stock() -> None:
+            raise KeyError(threading.current_thread().name)
+
+        with pytest.raises(KeyError, match="admission-close"):
+            await off_loop.stop(stock, engine, (), {})
+        assert vars(engine).get(off_loop._ATTRIBUTE) is None
+        await engine.stop()
+
+    run(test)
+
+
+def test_no_thread_to_be_had_means_stock(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        from omlx.engine.batched import BatchedEngine
+
+        def none(*_: Any, **__: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+        engine = bench.engine(BatchedEngine)
+        noted: list[str] = []
+        monkeypatch.setattr(off_loop.faults, "note", lambda place, _e: noted.append(place))
+        monkeypatch.setattr(off_loop.concurrent.futures, "ThreadPoolExecutor", none)
+        core = engine._engine.engine
+        await engine.stop()
+        assert noted and core._closed
+        assert bench.closed_on == ["MainThread"]
+
+    run(test)
+
+
+def test_a_stop_that_gives_the_loop_back_goes_on_there(bench: Bench) -> None:
+    """No release that the gate lets in does; were it so, nothing is run twice or lost."""
+
+    async def test() -> None:
+        from omlx.engine.batched import BatchedEngine
+
+        seen: list[str] = []
+
+        async def stock() -> str:
+            seen.append(threading.current_thread().name)
+            await asyncio.sleep(0)
+            seen.append(threading.current_thread().name)
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                seen.append("cancelled")
+            return "value"
+
+        engine = bench.engine(BatchedEngine)
+        stopping = task(off_loop.stop(stock, engine, (), {}))
+        await until(lambda: len(seen) == 2)
+        await turns()
+        stopping.cancel()
+        assert await stopping == "value"
+        assert seen == ["admission-close_0", "MainThread", "cancelled"]
+        await engine.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("bench", [{**ON, "serialize_engine_gpu": True}], indirect=True)
+def test_whoever_waits_for_the_turn_on_the_engines_thread_leaves_first(bench: Bench) -> None:
+    """Else the close would wait for a turn, and end the process after 60 s."""
+
+    async def test() -> None:
+        from omlx.engine.batched import BatchedEngine
+        from omlx.request import SamplingParams
+
+        turn = gpu_turn.current
+        assert turn is not None
+        engine = bench.engine(BatchedEngine)
+        core = engine._engine.engine
+        await core.start()
+        hold = turn.acquire("other", "test")
+        try:
+            asking = task(core.generate([1, 2], SamplingParams(max_tokens=3)))
+            await until(lambda: bool(turn.snapshot().waiting))
+            await engine.stop()
+            assert core._closed
+        finally:
+            hold.release()
+        asking.cancel()
+        await asyncio.wait({asking})
+
+    run(test)
+
+
+@pytest.mark.parametrize("bench", [{"resident_path": False}], indirect=True)
+def test_without_the_resident_path_stock_closes_on_the_loop(bench: Bench) -> None:
+    async def test() -> None:
+        from omlx.engine.batched import BatchedEngine
+
+        engine = bench.engine(BatchedEngine)
+        await engine.stop()
+        assert bench.closed_on == ["MainThread"]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("await self._engine.stop()\n        self._engine.engine.close()", None),
+        ("await asyncio.to_thread(self._engine.engine.close)", "awaits to_thread, expected"),
+        ("async with self._lock:\n            self._engine.close()", "a with statement"),
+        ("await self._done", "awaits _done"),
+    ],
+)
+def test_a_stop_that_awaits_more_is_left_alone(
+    tmp_path: Path, body: str, problem: str | None
+) -> None:
+    folder = tmp_path / "omlx" / "engine"
+    folder.mkdir(parents=True)
+    text = f"class BatchedEngine:\n    async def stop(self):\n        {body}\n"
+    (folder / "batched.py").write_text(text)
+    need = next(n for n in off_loop.NEEDS if n.name == "BatchedEngine.stop")
+    found = gate.Source(gate.Found(tmp_path / "omlx", "0.6.3")).problem(need)
+    assert found is None if problem is None else problem in (found or "")
