@@ -35,6 +35,7 @@ class Change:
         features: features of this package that it makes unnecessary; what their
             ``native`` needs ask for is there once the change is in.
         edits: path below ``omlx/`` of a file that exists, and what edits it.
+        optional: paths of ``edits`` that not every oMLX has.
         modules: path below ``omlx/`` of a file to add, and what makes its text. A
             file that an earlier change has added is left as it is.
         after: changes that this one stands on, applied first where they are missing.
@@ -48,6 +49,7 @@ class Change:
     features: tuple[str, ...]
     edits: Mapping[str, Edit]
     modules: Mapping[str, Make] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
     after: tuple[str, ...] = ()
     folder: Path = Path()
 

@@ -12,7 +12,7 @@ import omlx_admission
 from omlx_admission.upstream.change import Change, Refused
 
 #: Order in which all changes are made: each stands on nothing that comes later.
-ORDER = ("resident-path",)
+ORDER = ("resident-path", "gpu-turn", "submissions-exit")
 
 
 def folder() -> Path:

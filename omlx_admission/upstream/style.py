@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import textwrap
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import black
@@ -33,7 +34,12 @@ def of_checkout(root: Path) -> int:
 
 def file(text: str) -> str:
     """A whole new file, formatted."""
-    return black.format_str(text, mode=black.Mode(line_length=line_length.get()))
+    return _formatted(text, line_length.get())
+
+
+@cache
+def _formatted(text: str, length: int) -> str:
+    return black.format_str(text, mode=black.Mode(line_length=length))
 
 
 def statements(code: str, depth: int) -> list[cst.BaseStatement]:
@@ -60,4 +66,10 @@ def method(code: str) -> cst.FunctionDef:
 
 
 def _parsed(text: str) -> list[cst.BaseStatement]:
-    return [s for s in cst.parse_module(text).body if isinstance(s, cst.BaseStatement)]
+    module = cst.parse_module(text)
+    body: list[cst.BaseStatement] = list(module.body)
+    if body and module.header:
+        # Comments above the first statement belong to it where it is put.
+        above = [*module.header, *getattr(body[0], "leading_lines", ())]
+        body[0] = body[0].with_changes(leading_lines=above)
+    return body

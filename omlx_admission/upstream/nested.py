@@ -1,0 +1,212 @@
+"""Edits at any depth of a module: local functions, loops, handlers, calls.
+
+As in :mod:`~omlx_admission.upstream.editing`, every function takes a module and returns
+the edited one, or raises :class:`AnchorMissing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import libcst as cst
+
+from omlx_admission.upstream import style
+from omlx_admission.upstream.change import AnchorMissing
+from omlx_admission.upstream.editing import squeezed
+
+Inside = Callable[[cst.FunctionDef], cst.FunctionDef]
+
+
+class _Functions(cst.CSTTransformer):
+    def __init__(self, name: str, change: Inside) -> None:
+        super().__init__()
+        self._name = name.split(".")
+        self._change = change
+        self._scope: list[str] = []
+        self.found = 0
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self._scope.append(node.name.value)
+
+    def leave_ClassDef(
+        self, original_node: cst.ClassDef, updated_node: cst.ClassDef
+    ) -> cst.ClassDef:
+        self._scope.pop()
+        return updated_node
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._scope.append(node.name.value)
+
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        here = self._scope[-len(self._name) :] == self._name
+        self._scope.pop()
+        if not here:
+            return updated_node
+        self.found += 1
+        return self._change(updated_node)
+
+
+def change_functions(module: cst.Module, name: str, change: Inside) -> cst.Module:
+    """Change every function, at any depth, whose dotted name ends with ``name``."""
+    visitor = _Functions(name, change)
+    changed = module.visit(visitor)
+    if not visitor.found:
+        raise AnchorMissing(f"no function {name}")
+    return changed
+
+
+def has_function(module: cst.Module, name: str) -> bool:
+    """Whether there is a function, at any depth, whose dotted name ends with ``name``."""
+    visitor = _Functions(name, lambda node: node)
+    module.visit(visitor)
+    return visitor.found > 0
+
+
+def decorate_functions(module: cst.Module, name: str, decorator: str) -> cst.Module:
+    """Put a decorator innermost round these functions."""
+
+    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+        new = cst.Decorator(cst.parse_expression(decorator))
+        return node.with_changes(decorators=[*node.decorators, new])
+
+    return change_functions(module, name, change)
+
+
+class _Beside(cst.CSTTransformer):
+    def __init__(self, statement: str, code: str, before: bool) -> None:
+        super().__init__()
+        self._wanted = squeezed(cst.parse_statement(statement))
+        self._code = code
+        self._before = before
+        self._depth = 0
+        self.found = 0
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self._depth += 1
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        self._depth -= 1
+        body: list[cst.BaseStatement] = []
+        for one in updated_node.body:
+            if not self._is_wanted(one):
+                body.append(one)
+                continue
+            self.found += 1
+            new = style.statements(self._code, self._depth + 1)
+            body += [*new, one] if self._before else [one, *new]
+        return updated_node.with_changes(body=body)
+
+    def _is_wanted(self, statement: cst.BaseStatement) -> bool:
+        """Whether it is the wanted one; ``name(...)`` there stands for any arguments."""
+        if not isinstance(statement, cst.SimpleStatementLine):
+            return False
+        code = squeezed(statement.with_changes(leading_lines=[])).partition("#")[0]
+        head, dots, tail = self._wanted.partition("(...)")
+        if not dots:
+            return code == self._wanted
+        return code.startswith(head + "(") and code.endswith(")" + tail)
+
+
+def insert_beside(
+    module: cst.Module, name: str, statement: str, code: str, *, before: bool = False
+) -> cst.Module:
+    """Put statements behind (or before) each ``statement`` in the functions ``name``.
+
+    ``(...)`` in ``statement`` stands for any arguments of a call.
+    """
+
+    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+        visitor = _Beside(statement, code, before)
+        changed = cast(cst.FunctionDef, node.visit(visitor))
+        if not visitor.found:
+            raise AnchorMissing(f"{name}: no statement {statement}")
+        return changed
+
+    return change_functions(module, name, change)
+
+
+class _Handlers(cst.CSTTransformer):
+    def __init__(self, exception: str, code: str) -> None:
+        super().__init__()
+        self._exception = exception
+        self._code = code
+        self._depth = 0
+        self.found = 0
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self._depth += 1
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        self._depth -= 1
+        return updated_node
+
+    def leave_ExceptHandler(
+        self, original_node: cst.ExceptHandler, updated_node: cst.ExceptHandler
+    ) -> cst.ExceptHandler:
+        kind, body = updated_node.type, updated_node.body
+        if kind is None or squeezed(kind) != self._exception:
+            return updated_node
+        if not isinstance(body, cst.IndentedBlock):
+            return updated_node
+        self.found += 1
+        name = updated_node.name
+        if name is None:
+            name = cst.AsName(cst.Name("e"))
+            updated_node = updated_node.with_changes(name=name)
+        code = self._code.format(squeezed(name.name))
+        new = style.statements(code, self._depth + 2)
+        kept = [s for s in body.body if squeezed(s).partition("#")[0] != "pass"]
+        return updated_node.with_changes(body=body.with_changes(body=[*new, *kept]))
+
+
+def insert_in_handlers(
+    module: cst.Module, name: str, exception: str, code: str, *, needed: bool = True
+) -> cst.Module:
+    """Put statements first in each ``except exception`` within the functions ``name``.
+
+    ``{}`` in ``code`` is the exception's name; a handler without one gets it. Where not
+    ``needed``, functions without such a handler stay as they are.
+    """
+
+    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+        visitor = _Handlers(exception, code)
+        changed = cast(cst.FunctionDef, node.visit(visitor))
+        if needed and not visitor.found:
+            raise AnchorMissing(f"{name}: no handler of {exception}")
+        return changed
+
+    return change_functions(module, name, change)
+
+
+class _Callee(cst.CSTTransformer):
+    def __init__(self, old: str, new: str) -> None:
+        super().__init__()
+        self._old = old
+        self._new = new
+        self.found = 0
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        if squeezed(original_node.func) != self._old:
+            return updated_node
+        self.found += 1
+        return updated_node.with_changes(func=cst.parse_expression(self._new))
+
+
+def replace_callee(module: cst.Module, name: str, old: str, new: str) -> cst.Module:
+    """Call ``new`` where the functions ``name`` call ``old``."""
+
+    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+        visitor = _Callee(old, new)
+        changed = cast(cst.FunctionDef, node.visit(visitor))
+        if not visitor.found:
+            raise AnchorMissing(f"{name}: no call of {old}")
+        return changed
+
+    return change_functions(module, name, change)
