@@ -1,0 +1,244 @@
+"""Engines take a process-wide turn on the GPU; ``new/`` and our turn make the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import libcst as cst
+
+from omlx_admission.upstream import entries, nested, style
+from omlx_admission.upstream.change import Change, Edit, Make
+from omlx_admission.upstream.editing import decorate, find, has, insert_first
+from omlx_admission.upstream.transplant import LICENSE, Recipe, transplant
+
+HERE = Path(__file__).parent
+
+FIELD = """
+# When True, one engine at a time has the GPU, first come first served.
+# Engines lose the overlap of their CPU work and never meet on the GPU.
+# Read at start; OMLX_SERIALIZE_ENGINE_GPU goes before it.
+serialize_engine_gpu: bool = False
+"""
+
+
+# --- what is added ------------------------------------------------------------------------
+
+
+def _queue() -> str:
+    recipe = Recipe("policy.turn", text={"`runtime.gpu_turn` adds": "`turn` adds"})
+    return transplant(recipe, {})
+
+
+def _turn() -> str:
+    """Our turn, without what only our status page and benchmarks use."""
+    recipe = Recipe(
+        "runtime.gpu_turn",
+        rewrite={
+            "self.observer: Callable[[Span], None] | None = None": None,
+            "span = self._pass_on(ticket)": "self._pass_on(ticket)",
+            """
+            if self.observer is not None:
+                try:
+                    self.observer(span)
+                except Exception:
+                    logger.exception("admission: the observer of GPU turns failed")
+            """: None,
+        },
+        text={
+            'getLogger("omlx.admission")': "getLogger(__name__)",
+            '"admission: ': '"',
+            "dangerous ones of the package. oMLX closes an\nengine": (
+                "dangerous ones. oMLX closes an\nengine"
+            ),
+        },
+    )
+    return transplant(recipe, {"policy.turn": "queue"})
+
+
+def _new(name: str) -> Make:
+    return lambda: style.file(LICENSE + HERE.joinpath("new", name).read_text("utf-8"))
+
+
+def _imported(module: cst.Module, place: str) -> cst.Module:
+    return entries.import_name(module, place, "gpu_turn")
+
+
+# --- edits --------------------------------------------------------------------------------
+
+
+def settings(module: cst.Module) -> cst.Module:
+    """The field, and reading it; `to_dict` saves every field by itself."""
+    module = entries.insert_field(module, "SchedulerSettings", FIELD)
+    name = "serialize_engine_gpu"
+    value = f'bool(data.get("{name}", False))'
+    return entries.add_keyword(module, "SchedulerSettings.from_dict", "cls", name, value)
+
+
+def server(module: cst.Module) -> cst.Module:
+    """The turn is made before the first engine, and shown in the status."""
+    module = insert_first(module, "init_server", "gpu_turn.configure(global_settings)")
+    module = entries.add_entry(module, "server_status", "gpu_turn", "gpu_turn.status()")
+    return _imported(module, ".")
+
+
+def engine_core(module: cst.Module) -> cst.Module:
+    """A burst is one turn; an engine that ends waits for none."""
+    module = decorate(module, "EngineCore._step_burst", "gpu_turn.burst")
+    for method, anchor, call in (
+        ("start", "self._running = True", "enter"),
+        ("stop", "self._running = False", "leave"),
+        ("close", "self._closed = True", "leave"),
+    ):
+        name = f"EngineCore.{method}"
+        module = nested.insert_beside(module, name, anchor, f"gpu_turn.{call}(self)")
+    for method in ("_keepwarm", "_run_prompt_tail_prewarm"):
+        name = f"EngineCore.{method}"
+        if has(module, name):
+            ahead = find(module, name)
+            if isinstance(ahead, cst.FunctionDef) and ahead.asynchronous is None:
+                module = decorate(module, name, "gpu_turn.ahead")
+    return _imported(module, ".")
+
+
+def scheduler(module: cst.Module) -> cst.Module:
+    """Clean-up after an error."""
+    module = decorate(module, "Scheduler.fail_all_requests", "gpu_turn.clean_up")
+    return _imported(module, ".")
+
+
+def decode_activity(module: cst.Module) -> cst.Module:
+    """Not edited; the new package calls it."""
+    find(module, "get_decode_activity")
+    find(module, "DecodeActivityRegistry.publish")
+    return module
+
+
+def _hands_over(edit: Edit) -> Edit:
+    """``edit`` for an engine's file; one that hands no work to a thread has no site."""
+
+    def wrapper(module: cst.Module) -> cst.Module:
+        return edit(module) if "run_in_executor" in module.code else module
+
+    return wrapper
+
+
+def embedding(module: cst.Module) -> cst.Module:
+    """One batch of texts is one turn."""
+    module = decorate(module, "MLXEmbeddingModel.embed", 'gpu_turn.one_turn("embedding")')
+    return _imported(module, "..")
+
+
+def reranker(module: cst.Module) -> cst.Module:
+    """One request is one turn, with pauses between its forwards."""
+    module = decorate(module, "MLXRerankerModel.rerank", 'gpu_turn.one_turn("reranker")')
+    for name, forward in (
+        ("_rerank_causal_lm", "logits = self.model(...)"),
+        ("_get_jina_hidden_states", "hidden_states = backbone(...)"),
+    ):
+        name = f"MLXRerankerModel.{name}"
+        if has(module, name):
+            pause = "gpu_turn.breathe()"
+            module = nested.insert_beside(module, name, forward, pause, before=True)
+    return _imported(module, "..")
+
+
+def text_to_speech(module: cst.Module) -> cst.Module:
+    """One chunk of audio is one turn."""
+    turn = 'gpu_turn.one_turn("text to speech", self._model_name)'
+    module = nested.decorate_functions(module, "_synthesize_sync", turn)
+    module = nested.decorate_functions(module, "_next_pcm_chunk", turn)
+    module = nested.insert_beside(
+        module,
+        "_synthesize_sync",
+        "results = model.generate(...)",
+        "results = gpu_turn.pausing(results)",
+    )
+    return _imported(module, "..")
+
+
+def speech_to_text(module: cst.Module) -> cst.Module:
+    """One chunk of a stream is one turn; a file has pauses between its windows."""
+    site = '"speech to text"'
+    whole = f"gpu_turn.one_turn({site}, self._model_name, pauses_in=model)"
+    module = nested.decorate_functions(module, "_transcribe_sync", whole)
+    for name in ("_next_chunk", "_decode_segment", "_next_token"):
+        if nested.has_function(module, name) or name == "_next_chunk":
+            turn = f"gpu_turn.one_turn({site}, self._model_name)"
+            module = nested.decorate_functions(module, name, turn)
+    for name in ("start_sync", "poll_sync", "close_sync"):
+        if nested.has_function(module, name):
+            module = nested.decorate_functions(module, name, f"gpu_turn.one_turn({site})")
+    return _imported(module, "..")
+
+
+def speech_to_speech(module: cst.Module) -> cst.Module:
+    """One file is one turn."""
+    turn = 'gpu_turn.one_turn("speech to speech", self._model_name)'
+    module = nested.decorate_functions(module, "_process_sync", turn)
+    return _imported(module, "..")
+
+
+def vlm(module: cst.Module) -> cst.Module:
+    """Vision encoding is one turn; a diffusion pauses between its steps."""
+    engine = "VLMBatchedEngine"
+    module = decorate(module, f"{engine}._process_chat_messages", "gpu_turn.vision")
+    for name in ("_prepare_diffusion_inputs_from_prompt", "_process_diffusion_chat_messages"):
+        module = decorate(module, f"{engine}.{name}", 'gpu_turn.one_turn("diffusion")')
+    module = nested.insert_beside(
+        module,
+        f"{engine}._iter_diffusion_outputs_sync",
+        "results = stream_diffusion_generate(...)",
+        'results = gpu_turn.steps(results, "diffusion", self._model_name)',
+    )
+    return _imported(module, "..")
+
+
+def dflash(module: cst.Module) -> cst.Module:
+    """A generation is one turn with pauses between its events."""
+    module = nested.insert_beside(
+        module,
+        "DFlashEngine._stream_dflash_events",
+        "event_iter = stream_dflash_generate(...)",
+        'event_iter = gpu_turn.steps(event_iter, "DFlash", self._model_name)',
+    )
+    return _imported(module, "..")
+
+
+CHANGE = Change(
+    name="gpu-turn",
+    title="Let engines take turns on the GPU (serialize_engine_gpu)",
+    message="""
+Each text engine has its own thread and Metal command queue, and the shared
+MLX thread has another, so several of them submit work at the same time.
+Users report GPU hangs that occur only while two engines are busy.
+
+scheduler.serialize_engine_gpu, or OMLX_SERIALIZE_ENGINE_GPU=1, makes them
+take turns: one decode burst, forward, image encoding or chunk of audio at a
+time, first come first served. The holder synchronises its streams before it
+hands over. Off by default; off, nothing is taken.
+""",
+    issues=(4224,),
+    features=("gpu_setting", "gpu_turn"),
+    edits={
+        "decode_activity.py": decode_activity,
+        "settings.py": settings,
+        "server.py": server,
+        "engine_core.py": engine_core,
+        "scheduler.py": scheduler,
+        "models/embedding.py": embedding,
+        "models/reranker.py": reranker,
+        "engine/tts.py": _hands_over(text_to_speech),
+        "engine/stt.py": _hands_over(speech_to_text),
+        "engine/sts.py": _hands_over(speech_to_speech),
+        "engine/vlm.py": _hands_over(vlm),
+        "engine/dflash.py": dflash,
+    },
+    optional=frozenset({"engine/dflash.py"}),
+    modules={
+        "gpu_turn/__init__.py": _new("__init__.py"),
+        "gpu_turn/queue.py": _queue,
+        "gpu_turn/turn.py": _turn,
+        "gpu_turn/holding.py": _new("holding.py"),
+        "gpu_turn/sites.py": _new("sites.py"),
+    },
+)

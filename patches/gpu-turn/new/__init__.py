@@ -1,0 +1,33 @@
+"""One engine on the GPU at a time, first come first served (``serialize_engine_gpu``).
+
+`queue` says who is next, `turn` adds the lock and the waiting, `holding` what a holder
+owes the next one, and `sites` is what the engines use: decorators for their GPU work.
+"""
+
+from .holding import breathe, pausing, steps
+from .sites import (
+    ahead,
+    burst,
+    clean_up,
+    configure,
+    enter,
+    leave,
+    one_turn,
+    status,
+    vision,
+)
+
+__all__ = [
+    "ahead",
+    "breathe",
+    "burst",
+    "clean_up",
+    "configure",
+    "enter",
+    "leave",
+    "one_turn",
+    "pausing",
+    "status",
+    "steps",
+    "vision",
+]
