@@ -7,6 +7,7 @@ and load routes answer 500, the default-model fallback 404.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from omlx_admission.hooks import requests as requests_hook
@@ -22,6 +23,10 @@ NEEDS = (
     Need("omlx.exceptions", "SchedulerQueueFullError", Kind.CLASS),
 )
 
+#: Words by which agents take a server's error for their own input being too long, and
+#: delete their history (B27). What a broken file says of itself may well contain them.
+_MISREAD = re.compile("prompt|context|token", re.IGNORECASE)
+
 #: Seconds of a Retry-After where the queue, which could estimate it, is off.
 _GUESS_S = 5.0
 
@@ -32,16 +37,23 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     With the queue on, its loads run outside every request and nothing is
     remembered here: the queue says itself why a request ends.
     """
-    request = requests.current.get()
-    if request is None or request.ended:
+    request = requests.active()
+    if request is None:
         return await wrapped(*args, **kwargs)
     try:
         engine = await wrapped(*args, **kwargs)
     except Exception as error:
-        request.refusal = refusal_of(error)
+        remember(error)
         raise
     request.refusal = None
     return engine
+
+
+def remember(error: Exception) -> None:
+    """Keep for the middleware what ``error`` means for the client of this request."""
+    request = requests.active()
+    if request is not None:
+        request.refusal = refusal_of(error)
 
 
 def refusal_of(error: Exception) -> Refusal | None:
@@ -58,7 +70,18 @@ def refusal_of(error: Exception) -> Refusal | None:
         | exceptions.ModelLoadingError,
     ):
         return Refusal(503, "model_busy", text, retry_after(_GUESS_S))
+    if isinstance(error, exceptions.ModelUnavailableError):
+        # A conflict (409, as stock says) or a server error without a word more would be
+        # tried again by stock clients; the same load would fail in the same way (B51).
+        return Refusal(500, "model_load_failed", _load_failed(error, text))
     return None
+
+
+def _load_failed(error: Any, text: str) -> str:
+    if _MISREAD.search(text):
+        model = getattr(error, "model_id", None)
+        text = f"Model '{model}' failed to load; the server's log has the cause."
+    return text
 
 
 def apply_pool(module: Any, ledger: Ledger) -> None:

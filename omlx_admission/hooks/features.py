@@ -13,6 +13,7 @@ from omlx_admission.hooks import (
     gpu_setting,
     gpu_turn,
     gpu_watch,
+    holding,
     off_loop,
     queue,
     requests,
@@ -168,7 +169,7 @@ PARTS: tuple[Part, ...] = (
         lambda m, ledger, _w: queue.apply_uvicorn(m, ledger),
         optional=True,
     ),
-    Part("leases", resident.POOL, lambda _m, ledger, _w: resident.hold_unleased(ledger)),
+    Part("leases", resident.POOL, lambda _m, ledger, _w: holding.keep_unleased(ledger)),
     Part("requests", requests.SERVER, lambda m, ledger, _w: requests.apply(m, ledger)),
     Part(
         "stream_hold",

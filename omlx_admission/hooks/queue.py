@@ -6,11 +6,12 @@ import inspect
 import sys
 from typing import Any
 
-from omlx_admission.hooks import faults, resident
+from omlx_admission.hooks import errors, faults, holding, kinds, resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.hooks.pool_port import OmlxPool, planned_victims
+from omlx_admission.hooks.pool_port import OmlxPool, admission_refused, planned_victims
 from omlx_admission.hooks.pool_state import PoolState, state_of
+from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.admission import Admission, QueueBroken
 from omlx_admission.runtime.port import Ask
 from omlx_admission.settings import Settings
@@ -92,18 +93,49 @@ class QueueHooks:
                 ask = self._ask(port, model_id, force_lm, runtime_settings)
         except Exception as error:
             if faults.is_omlx(error):
+                self._remember(error)
                 raise
             faults.note("the admission queue", error)
             ask = None
+        held = resident.held_engine(pool, state, model_id, force_lm, runtime_settings)
+        if held is not None:
+            # Only where the resident path is off.
+            resident.hand_out(pool, model_id, lease, force_lm, runtime_settings)
+            return held
+        if ask is not None:
+            self._refuse_wrong_kind(pool, model_id)
+            try:
+                engine = await admission.acquire(ask)
+            except QueueBroken:
+                ask = None
+            except Exception as error:
+                request = requests.active()
+                if request is not None and request.refusal is None:
+                    self._remember(error)
+                raise
         if ask is None:
-            return await wrapped(*args, **kwargs)
-        try:
-            engine = await admission.acquire(ask)
-        except QueueBroken:
-            return await wrapped(*args, **kwargs)
+            engine = await wrapped(*args, **kwargs)
+        holding.note(engine, model_id, lease, force_lm, runtime_settings)
         if not lease:
-            resident.keep_for_request(pool, model_id)
+            if ask is None:
+                resident.keep_unleased(pool, model_id)
+            else:
+                resident.keep_lease(pool, model_id)
         return engine
+
+    def _remember(self, error: Exception) -> None:
+        if self._settings.errors:
+            errors.remember(error)
+
+    def _refuse_wrong_kind(self, pool: Any, model_id: str) -> None:
+        """Load nothing, and evict nobody, for a route that this kind cannot serve."""
+        request = requests.active()
+        if request is None or not self._settings.errors:
+            return
+        refusal = kinds.refusal(request.path, pool._entries.get(model_id))
+        if refusal is not None:
+            request.refusal = refusal
+            raise admission_refused()(refusal)
 
     def _open(self, pool: Any, state: PoolState, wrapped: Any) -> Admission:
         port = OmlxPool(pool, self._module, wrapped)
@@ -129,12 +161,14 @@ class QueueHooks:
             port.target(model_id, force_lm, runtime_settings),
             port.size(model_id, force_lm, runtime_settings),
             arguments,
+            holding.own(model_id),
         )
 
     @staticmethod
     async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         """Only where the resident path is off: tell the queue after stock's release."""
         model_id = args[0] if args else kwargs["model_id"]
+        holding.released(model_id)
         try:
             return await wrapped(*args, **kwargs)
         finally:
@@ -153,6 +187,7 @@ class QueueHooks:
     @staticmethod
     async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         """Only where the resident path is off or native: tell the queue of an unload."""
+        holding.let_go(args[0] if args else kwargs["model_id"])
         try:
             return await wrapped(*args, **kwargs)
         finally:

@@ -12,11 +12,10 @@ import time
 import weakref
 from typing import Any
 
-from omlx_admission.hooks import faults
+from omlx_admission.hooks import faults, holding
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState, Verified, drains_for_us, state_of
-from omlx_admission.runtime import request as requests
 
 POOL = "omlx.engine_pool"
 
@@ -176,49 +175,32 @@ def release_name(module: Any) -> str:
     return RELEASE_TASK if hasattr(module.EnginePool, RELEASE_TASK) else "release_engine"
 
 
-def hand_out(pool: Any, model_id: str, lease: bool) -> None:
+def hand_out(
+    pool: Any, model_id: str, lease: bool, force_lm: bool, settings: object | None
+) -> None:
     """Book the hand-out of a ready engine, in the step that found it ready."""
     entry = pool._entries[model_id]
     entry.last_access = time.time()
+    holding.note(entry.engine, model_id, lease, force_lm, settings)
     if lease:
         entry.in_use += 1
     else:
-        hold_for_request(pool, model_id)
+        keep_unleased(pool, model_id)
 
 
-def hold_for_request(pool: Any, model_id: str) -> None:
-    """Lease a model for the rest of the HTTP request of a caller that takes no lease.
+def keep_unleased(pool: Any, model_id: str) -> None:
+    """Lease a model that was just handed out without a lease, for whoever asked.
 
-    Speech, load and validation calls are handed an engine that anybody may
-    evict before its first use (B12). Outside a request nothing is held.
+    Outside of requests and of the jobs that they begin nothing is held.
     """
-    if _hold_unleased and requests.current.get() is not None:
+    if holding.keeping():
         pool._entries[model_id].in_use += 1
-        keep_for_request(pool, model_id)
+        keep_lease(pool, model_id)
 
 
-def keep_for_request(pool: Any, model_id: str) -> None:
-    """Pass a lease that the caller did not ask for to its request, or give it back."""
-    request = requests.current.get()
-    if _hold_unleased and request is not None and not request.ended:
-        request.at_end(lambda: give_back(pool, model_id))
-    else:
-        give_back(pool, model_id)
-
-
-_hold_unleased = False
-
-
-def hold_unleased(ledger: Ledger) -> None:
-    """Switch :func:`hold_for_request` on; it acts within the resident path and the queue."""
-    global _hold_unleased
-    _hold_unleased = True
-
-    def off() -> None:
-        global _hold_unleased
-        _hold_unleased = False
-
-    ledger.on_undo(off)
+def keep_lease(pool: Any, model_id: str) -> None:
+    """Pass on a lease that was taken for a caller who had asked for none."""
+    holding.keep(model_id, lambda: give_back(pool, model_id))
 
 
 def give_back(pool: Any, model_id: str) -> None:
@@ -268,9 +250,29 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
             faults.note("resident path", error)
             engine = None
         if engine is not None:
-            hand_out(pool, model_id, lease)
+            hand_out(pool, model_id, lease, force_lm, runtime_settings)
             return engine
-    return await wrapped(*args, **kwargs)
+    engine = held_engine(pool, state, model_id, force_lm, runtime_settings)
+    if engine is not None:
+        hand_out(pool, model_id, lease, force_lm, runtime_settings)
+        return engine
+    engine = await wrapped(*args, **kwargs)
+    if state.admission is None:
+        # Loaded by stock itself, the queue is off: no await lies between its hand-out
+        # and here.
+        holding.note(engine, model_id, lease, force_lm, runtime_settings)
+        if not lease:
+            keep_unleased(pool, model_id)
+    return engine
+
+
+def held_engine(
+    pool: Any, state: PoolState, model_id: str, force_lm: bool, settings: object | None
+) -> Any:
+    """The engine that this very request holds and asks for again, or None."""
+    return holding.held_engine(
+        pool._entries.get(model_id), model_id, force_lm, settings, model_id in state.unloading
+    )
 
 
 def arguments(
@@ -307,6 +309,7 @@ async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     Then stock's own release decides under the lock, as it always did.
     """
     model_id = args[0] if args else kwargs["model_id"]
+    holding.released(model_id)
     entry = pool._entries.get(model_id)
     if entry is not None and entry.pending_unload_reason and not drains_for_us(entry):
         try:
@@ -322,6 +325,7 @@ async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
 async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     """Mark the model before the first await of its teardown; join one in progress."""
     model_id = args[0] if args else kwargs["model_id"]
+    holding.let_go(model_id)
     state = state_of(pool)
     while (teardown := state.unloading.get(model_id)) is not None:
         await teardown.wait()

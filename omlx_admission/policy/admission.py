@@ -99,14 +99,20 @@ class AdmissionPolicy(Schedule):
         context: object = None,
         *,
         since: float | None = None,
+        keep: frozenset[str] = frozenset(),
     ) -> Waiter:
-        """Add a waiter. ``since`` keeps the age of one that has waited before."""
+        """Add a waiter. ``since`` keeps the age of one that has waited before.
+
+        ``keep`` are models that must not leave for it, because it uses them itself.
+        """
         self._latest = max(self._latest, now)
         self._sizes[target.model] = size
         if target not in self.queues:
             self.linger.wanted(target, now)
         enqueued = now if since is None else since
-        return self.queues.enqueue(target, size, now, deadline, context, enqueued)
+        waiter = self.queues.enqueue(target, size, now, deadline, context, enqueued)
+        waiter.keep = keep
+        return waiter
 
     def leave(self, waiter: Waiter, outcome: Outcome) -> bool:
         """End a wait from outside (expired, cancelled). False if it had ended already."""

@@ -37,7 +37,10 @@ class Outcome(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One request in the queue. ``context`` belongs to the caller."""
+    """One request in the queue. ``context`` belongs to the caller.
+
+    ``keep`` are models that it uses itself: they cannot leave for it.
+    """
 
     sequence: int
     target: Target
@@ -46,6 +49,7 @@ class Waiter:
     deadline: float
     context: object = None
     outcome: Outcome = Outcome.WAITING
+    keep: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,9 +143,10 @@ class Schedule:
         now: float | None = None,
         keep: Collection[str] = (),
     ) -> Plan:
-        """How to make room for ``target``, leaving ``keep`` alone."""
-        size = self.queues[target].head.size
-        return plan(target, size, view, rank=self.rank(now), keep=keep)
+        """How to make room for ``target``, leaving ``keep`` and its waiter's own alone."""
+        head = self.queues[target].head
+        keep = (*keep, *head.keep) if head.keep else keep
+        return plan(target, head.size, view, rank=self.rank(now), keep=keep)
 
     def rank(self, now: float | None) -> Callable[[ModelView], tuple[Any, ...]]:
         """Who leaves first: draining already, not lingering, serving few, used long ago."""

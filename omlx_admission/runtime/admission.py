@@ -33,7 +33,8 @@ from omlx_admission.policy.model import (
 from omlx_admission.policy.planner import never_fits
 from omlx_admission.runtime import observe
 from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.explain import explain, too_large_text
+from omlx_admission.runtime.explain import explain, in_use_text, leaves_text, too_large_text
+from omlx_admission.runtime.own import Own, clash
 from omlx_admission.runtime.port import Ask, PoolPort
 from omlx_admission.runtime.refusal import Refusal, retry_after
 from omlx_admission.settings import Settings
@@ -101,6 +102,7 @@ class Admission:
         self._timer: asyncio.TimerHandle | None = None
         self._loads: dict[Target, asyncio.Task[None]] = {}
         self._shortages: dict[Target, Exception] = {}
+        self._holders: set[Waiter] = set()
         self._stepping = False
         self._again = False
         self._closing = False
@@ -116,7 +118,7 @@ class Admission:
                 or the port's refusal (wait budget spent, queue full, shutting down).
         """
         self._loop = asyncio.get_running_loop()
-        request = requests.current.get()
+        request = requests.active()
         if self.broken:
             raise QueueBroken
         if request is not None:
@@ -124,6 +126,8 @@ class Admission:
         now = self.now()
         budget = self._budget(request)
         self._refuse_at_the_door(ask, budget, request)
+        if ask.own:
+            ask = self._out_of_own_way(ask, request)
         enqueued = now
         while True:
             engine = await self._wait(ask, enqueued, now + budget, request)
@@ -199,8 +203,16 @@ class Admission:
         now = self.now()
         joins = self.policy.head(ask.target) is not None
         waiter = self.policy.enqueue(
-            ask.target, ask.size, now, deadline, pending, since=enqueued
+            ask.target,
+            ask.size,
+            now,
+            deadline,
+            pending,
+            since=enqueued,
+            keep=ask.own.leased | ask.own.kept,
         )
+        if ask.own:
+            self._holders.add(waiter)
         queued = False
         timer: asyncio.TimerHandle | None = None
         watch: requests.Watch | None = None
@@ -231,6 +243,7 @@ class Admission:
                 watch.stop()
             if hold is not None:
                 hold.wait_ended()
+            self._holders.discard(waiter)
             self.observer.left(waiter, self.now(), self.policy.waiting, queued)
 
     def _expire(self, waiter: Waiter) -> None:
@@ -259,6 +272,45 @@ class Admission:
             self._end(waiter, self.port.refused(gone))
             self.step()
 
+    def _out_of_own_way(self, ask: Ask, request: requests.Request | None) -> Ask:
+        """Refuse at once what the models that the request holds itself rule out.
+
+        What is only kept for it is handed back instead: stock would have evicted it.
+        """
+        view = self.port.view((ask.target,), self.settings.max_models)
+        leased, kept = ask.own.leased, ask.own.kept
+        if clash(ask.target, ask.size, view, leased):
+            text = in_use_text(ask, view, leased)
+            raise self._permanent(ask, view, text, request)
+        if kept and clash(ask.target, ask.size, view, leased | kept):
+            ask.own.hand_back()
+            ask = replace(ask, own=Own(leased))
+        return ask
+
+    def _review_holder(self, waiter: Waiter, view: PoolView) -> None:
+        """What a waiter holds drains for others: it must not wait for its own end."""
+        pending, swap = _pending(waiter), self.policy.swap
+        if waiter.outcome is not Outcome.WAITING or self.policy.is_loading(waiter.target):
+            return
+        if swap is None or swap.loading or swap.target == waiter.target:
+            return
+        own, leaving = pending.ask.own, frozenset(swap.victims)
+        if leaving & own.kept:
+            own.hand_back()
+            pending.ask = replace(pending.ask, own=Own(own.leased))
+            waiter.keep = own.leased
+            self._again = True
+        if not leaving & own.leased:
+            return
+        waited = self.now() - waiter.enqueued
+        refusal = self._refusal(pending.ask, "model_busy", view, waited, waiter)
+        text = leaves_text(pending.ask, leaving & own.leased, refusal.retry_after or 1)
+        refusal = replace(refusal, message=text)
+        if self.policy.leave(waiter, Outcome.REFUSED):
+            self._observe_refusal(pending.ask, refusal, waited, pending.request)
+            self._end(waiter, self._refused(refusal, pending.request))
+            self._again = True
+
     def _give_back(self, model: str) -> None:
         self.port.give_back(model)
         self.released(model)
@@ -281,6 +333,8 @@ class Admission:
                 self.gated = self.policy.gated
                 for action in actions:
                     self._apply(action, view)
+                for holder in tuple(self._holders):
+                    self._review_holder(holder, view)
                 if not actions and not self._again:
                     break
             self._arm(view)
@@ -480,7 +534,11 @@ class Admission:
     def _too_large(
         self, ask: Ask, view: PoolView, request: requests.Request | None
     ) -> Exception:
-        text = too_large_text(ask, view)
+        return self._permanent(ask, view, too_large_text(ask, view), request)
+
+    def _permanent(
+        self, ask: Ask, view: PoolView, text: str, request: requests.Request | None
+    ) -> Exception:
         refusal = Refusal(507, "model_too_large", text)
         self._observe_refusal(ask, refusal, 0.0, request)
         if request is not None and self.settings.errors:

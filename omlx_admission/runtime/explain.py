@@ -6,6 +6,8 @@ memory error delete their chat history (B27).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.model import PoolView, Waiter
 from omlx_admission.runtime.port import Ask
@@ -70,6 +72,30 @@ def too_large_text(ask: Ask, view: PoolView) -> str:
     return (
         f"{text}. No wait can change that: unpin a model, raise the ceiling, "
         f"or use a smaller model."
+    )
+
+
+def in_use_text(ask: Ask, view: PoolView, own: Iterable[str]) -> str:
+    """The text of a 507: the request itself uses what would have to leave."""
+    sizes = [
+        f"'{name}' ({_gb(view.models[name].size)})"
+        for name in sorted(own)
+        if name in view.models
+    ]
+    return (
+        f"Model '{ask.target.model}' ({_gb(ask.size)}) cannot be loaded while this request "
+        f"itself uses {' and '.join(sizes)}: there is no room for both under the memory "
+        f"ceiling of {_gb(view.ceiling)}. No wait can change that: use smaller models, or ask "
+        f"for one after the other."
+    )
+
+
+def leaves_text(ask: Ask, own: Iterable[str], hint: int) -> str:
+    """The text of a 503: what the request itself uses is about to leave for others."""
+    names = " and ".join(f"'{name}'" for name in sorted(own))
+    return (
+        f"Model '{ask.target.model}' is not loaded, and {names}, which this request itself "
+        f"uses, has to leave for another model first. Try again in about {hint} s."
     )
 
 

@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from omlx_admission.policy.model import PoolView, Target
+from omlx_admission.runtime.own import NOTHING, Own
 from omlx_admission.runtime.refusal import Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One call of ``get_engine``: what it wants and its arguments, passed on untouched."""
+    """One call of ``get_engine``: what it wants and its arguments, passed on untouched.
+
+    ``own`` is what the request that asks holds already.
+    """
 
     target: Target
     size: int
     arguments: dict[str, Any]
+    own: Own = NOTHING
 
 
 class PoolPort(Protocol):

@@ -17,7 +17,8 @@ class Refusal:
     """One refusal.
 
     Attributes:
-        status: HTTP status, 503 (passing) or 507 (permanent).
+        status: HTTP status: 503 (passing), 507 (permanent), 500 (a load that failed) or
+            400 (the client's own mistake).
         code: stable machine-readable reason.
         message: for people: what is in the way, how long, what to do.
         retry_after: whole seconds, 1 to 60; None where a retry cannot help.
@@ -39,6 +40,8 @@ class Refusal:
         content: dict[str, object]
         if path.startswith("/v1/messages"):
             kind = "overloaded_error" if self.retry_after is not None else "api_error"
+            if self.status < 500:
+                kind = "invalid_request_error"
             content = {
                 "type": "error",
                 "error": {"type": kind, "message": self.message, "code": self.code},
@@ -47,7 +50,7 @@ class Refusal:
             content = {
                 "error": {
                     "message": self.message,
-                    "type": "server_error",
+                    "type": "server_error" if self.status >= 500 else "invalid_request_error",
                     "param": None,
                     "code": self.code,
                 }

@@ -37,6 +37,13 @@ current: contextvars.ContextVar[Request | None] = contextvars.ContextVar(
     "omlx_admission_request", default=None
 )
 
+
+def active() -> Request | None:
+    """The request that is handled now; None in a job that outlives the one it began in."""
+    request = current.get()
+    return None if request is None or request.ended else request
+
+
 #: Header that says how many milliseconds a served request waited for its model.
 WAIT_HEADER = b"x-omlx-admission-wait-ms"
 
@@ -50,7 +57,10 @@ MAX_WAIT_HEADER = b"x-omlx-max-wait"
 
 
 class Request:
-    """One HTTP or WebSocket request, for as long as the application handles it."""
+    """One HTTP or WebSocket request, for as long as the application handles it.
+
+    ``holds`` belongs to the hooks: by model, what was handed out to it.
+    """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.path: str = scope.get("path", "")
@@ -58,6 +68,7 @@ class Request:
         self.refusal: Refusal | None = None
         self.hold: stream_hold.StreamHold | None = None
         self.ended = False
+        self.holds: dict[str, Any] = {}
         self.waited_s = 0.0
         self._headers = scope.get("headers", ())
         self._id: str | None = None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from omlx_admission.hooks.pool_port import admission_refused
 from omlx_admission.runtime import request as requests
 
-from .conftest import House, run, settle
+from .conftest import House, run, settle, until
 
 Make = Callable[..., House]
 
@@ -19,18 +21,35 @@ async def never() -> Any:
     await asyncio.Event().wait()
 
 
+def request_to(path: str) -> requests.Request:
+    return requests.Request({"path": path, "headers": []}, never)
+
+
+@contextmanager
+def within(request: requests.Request) -> Iterator[None]:
+    """What is asked in this block, and what is started in it, belongs to ``request``."""
+    token = requests.current.set(request)
+    try:
+        yield
+    finally:
+        requests.current.reset(token)
+
+
+LOAD = "/v1/models/a/load"
+
+
 @pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("features", [None, {"queue"}])
 def test_b12_an_unleased_model_is_no_victim_before_its_request_ends(
-    make_house: Make, cold: bool
+    make_house: Make, cold: bool, features: set[str] | None
 ) -> None:
     async def test() -> None:
-        house = make_house(max_age_s=0.0)
+        house = make_house(max_age_s=0.0, features=features)
         if not cold:
             await house.get("a", lease=False)
-        request = requests.Request({"path": "/v1/audio/speech", "headers": []}, never)
-        token = requests.current.set(request)
-        engine = await house.get("a", lease=False)
-        requests.current.reset(token)
+        request = request_to(LOAD)
+        with within(request):
+            engine = await house.get("a", lease=False)
         assert house.entry("a").in_use == 1
         for_b = house.ask("b")
         await settle()
@@ -44,15 +63,126 @@ def test_b12_an_unleased_model_is_no_victim_before_its_request_ends(
     run(test)
 
 
-def test_a_task_that_outlives_its_request_holds_nothing(make_house: Make) -> None:
+@pytest.mark.parametrize("cold", [True, False])
+def test_b12_without_the_queue_stock_finds_no_victim_either(
+    make_house: Make, cold: bool
+) -> None:
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        if not cold:
+            await house.get("a", lease=False)
+        request = request_to(LOAD)
+        with within(request):
+            engine = await house.get("a", lease=False)
+        with pytest.raises(house.module.InsufficientMemoryError):
+            await house.get("b")
+        assert house.entry("a").engine is engine
+        request.end()
+        await house.get("b")
+        await house.release("b")
+        house.assert_idle()
+
+    run(test)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_job_keeps_what_it_was_handed_until_its_own_end(
+    make_house: Make, ended: bool
+) -> None:
+    """A benchmark: the request that began it ends before or after its first model."""
+
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        request = request_to("/admin/api/bench/start")
+        finish = asyncio.Event()
+
+        async def job() -> None:
+            engine = await house.get("a", lease=False)
+            await finish.wait()
+            assert house.entry("a").engine is engine
+
+        with within(request):
+            running = asyncio.ensure_future(job())
+        if ended:
+            request.end()
+        await until(lambda: house.entry("a").in_use == 1)
+        request.end()
+        for_b = house.ask("b")
+        await settle()
+        assert not for_b.done()
+        finish.set()
+        await running
+        await for_b
+        await house.release("b")
+        house.assert_idle()
+
+    run(test)
+
+
+@pytest.mark.parametrize("end", ["error", "cancel"])
+def test_a_job_that_fails_gives_its_model_back(make_house: Make, end: str) -> None:
     async def test() -> None:
         house = make_house()
-        request = requests.Request({"path": "/admin/api/benchmark", "headers": []}, never)
-        token = requests.current.set(request)
+
+        async def job() -> None:
+            await house.get("a", lease=False)
+            if end == "error":
+                raise ValueError
+            await asyncio.Event().wait()
+
+        request = request_to("/admin/api/bench/start")
+        with within(request):
+            running = asyncio.ensure_future(job())
         request.end()
-        await house.get("a", lease=False)
-        requests.current.reset(token)
+        await until(lambda: house.entry("a").in_use == 1 or running.done())
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await settle()
         house.assert_idle()
+
+    run(test)
+
+
+def test_a_job_that_unloads_its_model_lets_go_of_it(make_house: Make) -> None:
+    """Benchmarks unload what they loaded, then take the next; both in one task."""
+
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        told: list[int] = []
+
+        async def job() -> None:
+            await house.get("a", lease=False)
+            unload = asyncio.ensure_future(house.pool._unload_engine("a"))
+            await asyncio.sleep(0)
+            told.append(house.entry("a").in_use)
+            await unload
+            await house.get("b", lease=False)
+            told.append(house.entry("b").in_use)
+
+        request = request_to("/admin/api/bench/start")
+        with within(request):
+            running = asyncio.ensure_future(job())
+        request.end()
+        await running
+        await settle()
+        assert told == [0, 1]
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_pinned_preload_needs_no_lease(make_house: Make) -> None:
+    """It runs in no request. Nothing of it stays leased, and nobody may evict it."""
+
+    async def test() -> None:
+        house = make_house(max_age_s=0.0, max_wait_s=0.0)
+        house.entry("a").is_pinned = True
+        await house.pool.preload_pinned_models()
+        assert house.resident() == {"a"}
+        house.assert_idle()
+        with pytest.raises(house.module.InsufficientMemoryError):
+            await house.get("b")
+        assert house.resident() == {"a"}
 
     run(test)
 
@@ -60,12 +190,173 @@ def test_a_task_that_outlives_its_request_holds_nothing(make_house: Make) -> Non
 def test_switched_off_nothing_is_held(make_house: Make) -> None:
     async def test() -> None:
         house = make_house(leases=False)
-        request = requests.Request({"path": "/v1/audio/speech", "headers": []}, never)
-        token = requests.current.set(request)
-        await house.get("a", lease=False)
-        requests.current.reset(token)
+        request = request_to(LOAD)
+        with within(request):
+            await house.get("a", lease=False)
         house.assert_idle()
         request.end()
         house.assert_idle()
 
     run(test)
+
+
+class TestTheSameRequestAsksAgain:
+    """Embeddings and rerank: validated without a lease, used under one after the 200."""
+
+    @pytest.mark.parametrize("features", [None, {"queue"}])
+    @pytest.mark.parametrize("between", ["nothing", "drain", "settings", "admin unload"])
+    @pytest.mark.parametrize("budget", [30.0, 0.0])
+    def test_it_is_answered_at_once(
+        self,
+        make_house: Make,
+        mocker: Any,
+        between: str,
+        budget: float,
+        features: set[str] | None,
+    ) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0, max_wait_s=budget, features=features)
+            request, others = request_to(LOAD), []
+            with within(request):
+                engine = await house.get("a", lease=False)
+            if between == "drain" and budget:
+                others.append(house.ask("b"))
+                await until(lambda: house.entry("a").pending_unload_reason is not None)
+            elif between == "settings":
+                mocker.patch.object(
+                    house.pool, "_engine_runtime_signature", lambda *_a, **_k: (("ttl", "1"),)
+                )
+            elif between == "admin unload":
+                house.pool._mark_pending_unload_locked("a", "manual admin unload")
+            with within(request):
+                again = house.ask("a")
+                await settle()
+                assert again.done()
+                assert await again is engine
+                assert house.entry("a").in_use == 2
+                await house.release("a")
+            request.end()
+            for other in others:
+                await other
+                await house.release("b")
+            await until(lambda: house.entry("a").pending_unload_reason is None)
+            house.assert_idle()
+
+        run(test)
+
+    def test_another_request_waits_for_the_drain(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            with within(request_to(LOAD)):
+                await house.get("a")
+            for_b = house.ask("b")
+            await settle()
+            with within(request_to(LOAD)):
+                other = house.ask("a")
+            await settle()
+            assert not other.done()
+            await house.release("a")
+            await for_b
+            await house.release("b")
+            await other
+            await house.release("a")
+            house.assert_idle()
+
+        run(test)
+
+
+class TestNobodyWaitsForItself:
+    """A request that holds one model and asks for another that needs its room."""
+
+    def test_what_it_uses_leaves_no_room_ever(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            request = request_to("/v1/chat/completions")
+            with within(request):
+                await house.get("a")
+                for_b = house.ask("b")
+                await settle()
+                assert for_b.done()
+                with pytest.raises(house.module.InsufficientMemoryError, match="itself uses"):
+                    await for_b
+                await house.release("a")
+            assert request.refusal is not None
+            assert (request.refusal.status, request.refusal.code) == (507, "model_too_large")
+            assert house.resident() == {"a"}
+            house.assert_idle()
+
+        run(test)
+
+    def test_what_is_only_kept_for_it_is_handed_back(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            request = request_to(LOAD)
+            with within(request):
+                await house.get("a", lease=False)
+                await house.get("b", lease=False)
+            assert house.resident() == {"b"}
+            assert house.entry("b").in_use == 1
+            request.end()
+            house.assert_idle()
+
+        run(test)
+
+    def test_another_victim_is_drained_instead_of_its_own(self, make_house: Make) -> None:
+        """A is used longest ago and would leave first, but the asking request uses it."""
+
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            request = request_to("/v1/chat/completions")
+            with within(request):
+                await house.get("a")
+            await house.get("p")
+            with within(request):
+                for_d = house.ask("d")
+                await settle()
+                assert not for_d.done()
+            assert house.entry("a").pending_unload_reason is None
+            await house.release("p")
+            await for_d
+            assert house.resident() == {"a", "d"}
+            with within(request):
+                await house.release("a")
+                await house.release("d")
+            house.assert_idle()
+
+        run(test)
+
+    @pytest.mark.parametrize("lease", [True, False])
+    def test_what_it_uses_drains_for_another(self, make_house: Make, lease: bool) -> None:
+        """B waits for A, which a request uses that now asks for D: it would wait for B."""
+
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            request = request_to(LOAD)
+            await house.get("p")
+            with within(request):
+                await house.get("a", lease=lease)
+            for_b = house.ask("b")
+            await until(lambda: house.entry("a").pending_unload_reason is not None)
+            with within(request):
+                for_d = house.ask("d")
+                await settle()
+            if lease:
+                assert for_d.done()
+                with pytest.raises(admission_refused(), match="'a', which this request"):
+                    await for_d
+                assert request.refusal is not None
+                assert request.refusal.status == 503
+                assert request.refusal.retry_after is not None
+                with within(request):
+                    await house.release("a")
+            await for_b
+            await house.release("b")
+            await house.release("p")
+            if not lease:
+                await for_d
+                with within(request):
+                    await house.release("d")
+            request.end()
+            house.assert_idle()
+
+        run(test)

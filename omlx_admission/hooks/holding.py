@@ -1,0 +1,184 @@
+"""What a request holds: leases that its route took, and those that we keep for it.
+
+Stock leases some hand-outs and leaves others unprotected: speech, load routes and
+benchmarks are handed an engine that anybody may evict before its first use (B12).
+Such a hand-out is leased here until its request ends; a job that a request began
+(a benchmark) keeps its own until its task ends.
+
+Who holds a model must not wait for itself. So a second question of the same request
+for the same engine is answered at once, even while that model drains (``/v1/embeddings``
+asks again after its 200 is out), and the queue is told which models are in use by the
+very request that asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.runtime import request as requests
+from omlx_admission.runtime.own import NOTHING, Own
+
+_keeping = False
+
+
+class Kept:
+    """A lease that nobody asked for; given back once, however often it is let go."""
+
+    __slots__ = ("_give_back", "_task")
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+        self._task = asyncio.current_task()
+
+    def let_go(self, *_: object) -> None:
+        """Give the lease back, if that has not happened yet."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    def request_ended(self) -> None:
+        """Let go, unless a task that outlives the request was handed the engine."""
+        task = self._task
+        if task is None or task.done() or task is asyncio.current_task():
+            self.let_go()
+        else:
+            task.add_done_callback(self.let_go)
+
+    def job_began(self) -> None:
+        """The request has ended already: its job holds the engine as long as it runs."""
+        if self._task is None:
+            self.let_go()
+        else:
+            self._task.add_done_callback(self.let_go)
+
+
+@dataclass(slots=True)
+class Holding:
+    """One model as it was handed to its holder.
+
+    Attributes:
+        engine: a weak reference; an engine that the pool lets go must not live on here.
+        leased: leases that the route took and has not released yet.
+        kept: leases that we keep for it.
+    """
+
+    engine: Callable[[], Any]
+    force_lm: bool
+    settings: object | None
+    leased: int = 0
+    kept: list[Kept] = field(default_factory=list)
+
+
+def note(
+    engine: Any, model_id: str, lease: bool, force_lm: bool, settings: object | None
+) -> None:
+    """Remember what the current request was handed, and whether it leased it itself."""
+    request = requests.current.get()
+    if request is None:
+        return
+    holding = request.holds.get(model_id)
+    if holding is None or holding.engine() is not engine:
+        try:
+            reference: Callable[[], Any] = weakref.ref(engine)
+        except TypeError:
+            return
+        left = holding.kept if holding is not None else []
+        holding = request.holds[model_id] = Holding(reference, force_lm, settings, kept=left)
+    if lease:
+        holding.leased += 1
+
+
+def released(model_id: str) -> None:
+    """The current request released a lease that its route had taken."""
+    request = requests.current.get()
+    holding = request.holds.get(model_id) if request is not None else None
+    if holding is not None and holding.leased > 0:
+        holding.leased -= 1
+
+
+def keep(model_id: str, give_back: Callable[[], None]) -> None:
+    """Pass a lease that the caller did not ask for to its request, or give it back."""
+    request = requests.current.get()
+    if not _keeping or request is None:
+        give_back()
+        return
+    kept = Kept(give_back)
+    holding = request.holds.get(model_id)
+    if holding is not None:
+        holding.kept.append(kept)
+    if request.ended:
+        kept.job_began()
+    else:
+        request.at_end(kept.request_ended)
+
+
+def keeping() -> bool:
+    """Whether an unleased hand-out would be kept for the current caller."""
+    return _keeping and requests.current.get() is not None
+
+
+def let_go(model_id: str) -> None:
+    """Give back what is kept for the current request of this model.
+
+    Called where the holder itself says that it needs the model no more: it unloads it,
+    or wants it in another variant.
+    """
+    request = requests.current.get()
+    holding = request.holds.get(model_id) if request is not None else None
+    if holding is not None:
+        while holding.kept:
+            holding.kept.pop().let_go()
+
+
+def held_engine(
+    entry: Any, model_id: str, force_lm: bool, settings: object | None, unloading: bool
+) -> Any:
+    """The engine that the current request holds and asks for again, or None.
+
+    It is in use until this request ends, whatever is decided about it meanwhile: to
+    wait for its drain would be to wait for oneself.
+    """
+    request = requests.current.get()
+    holding = request.holds.get(model_id) if request is not None else None
+    if holding is None or not (holding.leased or holding.kept) or unloading:
+        return None
+    if entry is None or entry.engine is None or entry.is_loading or entry.in_use <= 0:
+        return None
+    same = holding.force_lm == force_lm and holding.settings == settings
+    return entry.engine if same and holding.engine() is entry.engine else None
+
+
+def own(model_id: str) -> Own:
+    """What the current request holds while it asks for ``model_id``, for the queue."""
+    request = requests.current.get()
+    if request is None or not request.holds:
+        return NOTHING
+    leased = frozenset(m for m, h in request.holds.items() if h.leased)
+    kept = frozenset(m for m, h in request.holds.items() if h.kept) - leased
+    if not leased and not kept:
+        return NOTHING
+
+    def hand_back() -> None:
+        for model in kept:
+            for lease in request.holds[model].kept:
+                lease.let_go()
+            request.holds[model].kept.clear()
+
+    return Own(leased, kept, hand_back)
+
+
+def keep_unleased(ledger: Ledger) -> None:
+    """Switch :func:`keep` on; it acts within the resident path and the queue."""
+    global _keeping
+    _keeping = True
+
+    def off() -> None:
+        global _keeping
+        _keeping = False
+
+    ledger.on_undo(off)
