@@ -81,14 +81,14 @@ def note(
     request = requests.current.get()
     if request is None:
         return
-    holding = request.holds.get(model_id)
+    holding = request.handed.get(model_id)
     if holding is None or holding.engine() is not engine:
         try:
             reference: Callable[[], Any] = weakref.ref(engine)
         except TypeError:
             return
         left = holding.kept if holding is not None else []
-        holding = request.holds[model_id] = Holding(reference, force_lm, settings, kept=left)
+        holding = request.handed[model_id] = Holding(reference, force_lm, settings, kept=left)
     if lease:
         holding.leased += 1
 
@@ -96,7 +96,7 @@ def note(
 def released(model_id: str) -> None:
     """The current request released a lease that its route had taken."""
     request = requests.current.get()
-    holding = request.holds.get(model_id) if request is not None else None
+    holding = request.handed.get(model_id) if request is not None else None
     if holding is not None and holding.leased > 0:
         holding.leased -= 1
 
@@ -108,7 +108,7 @@ def keep(model_id: str, give_back: Callable[[], None]) -> None:
         give_back()
         return
     kept = Kept(give_back)
-    holding = request.holds.get(model_id)
+    holding = request.handed.get(model_id)
     if holding is not None:
         holding.kept.append(kept)
     if request.ended:
@@ -129,7 +129,7 @@ def let_go(model_id: str) -> None:
     or wants it in another variant.
     """
     request = requests.current.get()
-    holding = request.holds.get(model_id) if request is not None else None
+    holding = request.handed.get(model_id) if request is not None else None
     if holding is not None:
         while holding.kept:
             holding.kept.pop().let_go()
@@ -144,7 +144,7 @@ def held_engine(
     wait for its drain would be to wait for oneself.
     """
     request = requests.current.get()
-    holding = request.holds.get(model_id) if request is not None else None
+    holding = request.handed.get(model_id) if request is not None else None
     if holding is None or not (holding.leased or holding.kept) or unloading:
         return None
     if entry is None or entry.engine is None or entry.is_loading or entry.in_use <= 0:
@@ -156,18 +156,18 @@ def held_engine(
 def own(model_id: str) -> Own:
     """What the current request holds while it asks for ``model_id``, for the queue."""
     request = requests.current.get()
-    if request is None or not request.holds:
+    if request is None or not request.handed:
         return NOTHING
-    leased = frozenset(m for m, h in request.holds.items() if h.leased)
-    kept = frozenset(m for m, h in request.holds.items() if h.kept) - leased
+    leased = frozenset(m for m, h in request.handed.items() if h.leased)
+    kept = frozenset(m for m, h in request.handed.items() if h.kept) - leased
     if not leased and not kept:
         return NOTHING
 
     def hand_back() -> None:
         for model in kept:
-            for lease in request.holds[model].kept:
+            for lease in request.handed[model].kept:
                 lease.let_go()
-            request.holds[model].kept.clear()
+            request.handed[model].kept.clear()
 
     return Own(leased, kept, hand_back)
 

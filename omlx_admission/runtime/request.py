@@ -59,7 +59,7 @@ MAX_WAIT_HEADER = b"x-omlx-max-wait"
 class Request:
     """One HTTP or WebSocket request, for as long as the application handles it.
 
-    ``holds`` belongs to the hooks: by model, what was handed out to it.
+    ``handed`` belongs to the hooks: by model, what was handed out to it.
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -68,7 +68,7 @@ class Request:
         self.refusal: Refusal | None = None
         self.hold: stream_hold.StreamHold | None = None
         self.ended = False
-        self.holds: dict[str, Any] = {}
+        self.handed: dict[str, Any] = {}
         self.waited_s = 0.0
         self._headers = scope.get("headers", ())
         self._id: str | None = None

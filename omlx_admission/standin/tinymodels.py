@@ -134,6 +134,34 @@ def make_reranker(
     return folder
 
 
+#: What makes a folder a model of one audio kind: ``model_type`` and architecture.
+_AUDIO = {
+    "stt": ("whisper", "WhisperForConditionalGeneration"),
+    "tts": ("kokoro", "KokoroForConditionalGeneration"),
+    "sts": ("deepfilternet", "DeepFilterNetModel"),
+}
+
+
+def make_audio_model(
+    directory: Path, *, name: str, kind: str, counted_bytes: int | None = None, seed: int = 0
+) -> Path:
+    """Write a folder that is found as an audio model (``stt``, ``tts`` or ``sts``).
+
+    The stand-in serves it. A real oMLX finds and counts it, and fails to load it: its
+    weights are those of an encoder.
+    """
+    folder = _fresh(directory, name)
+    vocab = _write_tokenizer(folder, ("<|pad|>",), chat=False)
+    model_type, architecture = _AUDIO[kind]
+    config = _bert_config(64, 2, vocab) | {
+        "architectures": [architecture],
+        "model_type": model_type,
+    }
+    _write_json(folder / "config.json", config)
+    _write_weights(folder, _bert_weights(config, seed), counted_bytes)
+    return folder
+
+
 def _bert_config(hidden: int, layers: int, vocab: dict[str, int]) -> dict[str, Any]:
     return {
         "architectures": ["BertModel"],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from omlx_admission.hooks.pool_port import admission_refused
+from omlx_admission.hooks.pool_state import state_of
 from omlx_admission.runtime import request as requests
 
 from .conftest import House, run, settle, until
@@ -240,6 +241,7 @@ class TestTheSameRequestAsksAgain:
                 await other
                 await house.release("b")
             await until(lambda: house.entry("a").pending_unload_reason is None)
+            await until(lambda: not state_of(house.pool).unloading)
             house.assert_idle()
 
         run(test)

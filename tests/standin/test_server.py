@@ -13,7 +13,11 @@ import httpx
 import pytest
 
 from omlx_admission.standin.serving import Server, serve
-from omlx_admission.standin.tinymodels import make_embedder, make_text_model
+from omlx_admission.standin.tinymodels import (
+    make_audio_model,
+    make_embedder,
+    make_text_model,
+)
 
 KEY = "sesame"
 COUNTED = 1_800_000_000
@@ -30,6 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_embedder(models, name="e")
     _kind(make_embedder(models, name="r"), "architectures", ["BertForSequenceClassification"])
     _kind(make_embedder(models, name="w"), "model_type", "kokoro")
+    for kind in ("stt", "sts"):
+        make_audio_model(models, name=kind, kind=kind)
     profiles = {
         name: {
             "name": name,
@@ -130,7 +136,7 @@ def test_pinned_model_is_loaded_by_itself(http: httpx.Client) -> None:
 
 def test_names_of_a_model(http: httpx.Client) -> None:
     names = [model["id"] for model in http.get("/v1/models").json()["data"]]
-    assert names == ["alias", "b", "e", "r", "w", "alias:fast", "alias:slow"]
+    assert names == ["alias", "b", "e", "r", "sts", "stt", "w", "alias:fast", "alias:slow"]
     for name in ("a", "A", "alias", "any/a", "a:fast", "alias:slow"):
         assert chat(http, name).status_code == 200
 
@@ -192,8 +198,14 @@ def test_rerank(http: httpx.Client) -> None:
 def test_speech(http: httpx.Client) -> None:
     answer = http.post("/v1/audio/speech", json={"model": "w", "input": "hello"})
     assert answer.status_code == 200
-    answer = http.post("/v1/audio/transcriptions?model=w", content=b"sound")
-    assert answer.status_code == 200
+    sound = {"file": ("a.wav", b"RIFF", "audio/wav")}
+    for path, model in (("transcriptions", "stt"), ("process", "sts")):
+        answer = http.post(f"/v1/audio/{path}", data={"model": model}, files=sound)
+        assert answer.status_code == 200, answer.text
+        answer = http.post(f"/v1/audio/{path}", data={"model": "w"}, files=sound)
+        assert answer.status_code == 400
+        answer = http.post(f"/v1/audio/{path}", data={"model": model})
+        assert answer.status_code == 422
 
 
 def test_options_of_a_generation(http: httpx.Client) -> None:

@@ -27,6 +27,7 @@ from .admin.auth import _RedirectToLogin, init_auth, verify_any_api_key
 from .admin.routes import router as admin_router
 from .admin.routes import set_admin_getters
 from .api import formats
+from .api.audio_routes import realtime_router
 from .api.audio_routes import router as audio_router
 from .api.models import (
     AnthropicMessagesRequest,
@@ -187,6 +188,7 @@ set_admin_getters(
 )
 app.include_router(admin_router)
 app.include_router(audio_router, dependencies=[Depends(verify_api_key)])
+app.include_router(realtime_router)
 
 
 def init_server(

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import contextlib
+from email import message_from_bytes
+from email.policy import HTTP
 from typing import Any
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Request, Response, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, ConfigDict
 
+from ..engine.sts import STSEngine
+from ..engine.stt import STTEngine
+from ..engine.tts import TTSEngine
 from ..exceptions import ModelNotFoundError
 
 router = APIRouter()
+
+#: Without the dependency that checks keys: browsers send none with a WebSocket.
+realtime_router = APIRouter()
 
 
 def _get_engine_pool() -> Any:
@@ -27,9 +36,7 @@ def _resolve_model(model_id: str) -> str:
     return resolve_model_id(model_id) or model_id
 
 
-async def _run(
-    model: str, text: str, before: Callable[[], Awaitable[Any]] | None = None
-) -> list[float]:
+async def _engine(model: str, kind: type, what: str) -> Any:
     pool, model_id = _get_engine_pool(), _resolve_model(model)
     try:
         engine = await pool.get_engine(model_id)
@@ -37,13 +44,37 @@ async def _run(
         raise HTTPException(status_code=404, detail=str(error)) from error
     except Exception as error:
         raise HTTPException(status_code=500, detail=str(error)) from error
-    if before is not None:
-        await before()
+    if not isinstance(engine, kind):
+        raise HTTPException(status_code=400, detail=f"Model '{model_id}' is not {what}")
+    return engine
+
+
+async def _run(engine: Any, text: str) -> list[float]:
     try:
         vector: list[float] = await engine.run(text)
     except Exception as error:
         raise HTTPException(status_code=500, detail=str(error)) from error
     return vector
+
+
+async def _form(request: Request) -> dict[str, bytes]:
+    """Fields of a form, read here: the usual parser is a dependency nothing else has."""
+    head = f"Content-Type: {request.headers.get('content-type', '')}\r\n\r\n".encode()
+    message = message_from_bytes(head + await request.body(), policy=HTTP)
+    fields: dict[str, bytes] = {}
+    for part in message.iter_parts() if message.is_multipart() else ():
+        name = part.get_param("name", header="content-disposition")
+        fields[str(name)] = bytes(part.get_payload(decode=True) or b"")
+    return fields
+
+
+async def _upload(request: Request) -> str:
+    """The model of an upload."""
+    fields = await _form(request)
+    missing = [name for name in ("file", "model") if name not in fields]
+    if missing:
+        raise HTTPException(status_code=422, detail=f"{missing[0]}: Field required")
+    return fields["model"].decode()
 
 
 class SpeechRequest(BaseModel):
@@ -56,18 +87,82 @@ class SpeechRequest(BaseModel):
 
 
 @router.post("/v1/audio/speech")
-async def create_speech(request: SpeechRequest) -> dict[str, Any]:
+async def create_speech(request: SpeechRequest) -> Response:
     """Something made up for the text; real servers send audio."""
-    vector = await _run(request.model, request.input)
-    return {"object": "audio.speech", "samples": len(vector)}
+    engine = await _engine(request.model, TTSEngine, "a text-to-speech model")
+    vector = await _run(engine, request.input)
+    return Response(bytes(len(vector)), media_type="audio/wav")
 
 
 @router.post("/v1/audio/transcriptions")
-async def create_transcription(request: Request, model: str) -> dict[str, Any]:
-    """Something made up for the upload, which is read after the engine is in hand.
-
-    Takes the model as a query parameter and the audio as the plain body: a form
-    would need a dependency that nothing else here has.
-    """
-    vector = await _run(model, "audio", before=request.body)
+async def create_transcription(request: Request) -> dict[str, Any]:
+    """Something made up for the upload."""
+    engine = await _engine(await _upload(request), STTEngine, "a speech-to-text model")
+    vector = await _run(engine, "audio")
     return {"text": f"{len(vector)} values"}
+
+
+@router.post("/v1/audio/process")
+async def process_audio(request: Request) -> Response:
+    """Something made up for the upload; real servers send audio."""
+    engine = await _engine(await _upload(request), STSEngine, "an audio processing model")
+    vector = await _run(engine, "audio")
+    return Response(bytes(len(vector)), media_type="audio/wav")
+
+
+@realtime_router.websocket("/v1/audio/transcriptions/realtime")
+async def realtime_transcription(websocket: WebSocket) -> None:
+    """One text for each frame of sound, until the client says stop or leaves.
+
+    The model is handed out once, without a lease, and used for the whole session.
+    """
+    await websocket.accept()
+
+    async def reject(detail: str) -> None:
+        with contextlib.suppress(Exception):
+            await websocket.send_json({"type": "error", "detail": detail})
+            await websocket.close(code=1008)
+
+    try:
+        start = await asyncio.wait_for(websocket.receive_json(), timeout=10.0)
+    except WebSocketDisconnect:
+        return
+    except Exception:  # noqa: BLE001 - whatever is wrong with it
+        await reject("Invalid handshake message")
+        return
+    if not isinstance(start, dict) or start.get("type") != "start" or not start.get("model"):
+        await reject("The first message must be of type start and name a model")
+        return
+    model = str(start["model"])
+    try:
+        engine = await _get_engine_pool().get_engine(_resolve_model(model))
+    except Exception as error:  # noqa: BLE001 - every refusal is told alike
+        await reject(f"Failed to load model '{model}': {error}")
+        return
+    if not isinstance(engine, STTEngine):
+        await reject(f"Model '{model}' is not a speech-to-text model")
+        return
+    await _session(websocket, engine)
+
+
+async def _session(websocket: WebSocket, engine: STTEngine) -> None:
+    texts: list[str] = []
+    try:
+        await websocket.send_json({"type": "ready"})
+        while True:
+            message = await websocket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            if message.get("text"):
+                break
+            vector = await engine.run("audio")
+            texts.append(f"{len(vector)} values")
+            await websocket.send_json({"type": "transcript.delta", "delta": texts[-1]})
+        await websocket.send_json({"type": "transcript.done", "text": " ".join(texts)})
+        await websocket.close(code=1000)
+    except WebSocketDisconnect:
+        return
+    except Exception as error:  # noqa: BLE001 - the session ends, and says why
+        with contextlib.suppress(Exception):
+            await websocket.send_json({"type": "error", "detail": str(error)})
+            await websocket.close(code=1011)

@@ -1,0 +1,1 @@
+"""Every route by every outcome, stock beside patched, from real requests."""

@@ -1,0 +1,180 @@
+"""The outcomes: for each one a moment in a server's life, and every door tried in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.doors.routes import DOORS, Door, Reply, knock
+from omlx_admission.surfaces.demo.client import Client
+from omlx_admission.surfaces.demo.server import Server
+
+#: Tokens of ``busy``, a few dozen a second: a stream that outlasts a whole moment.
+_LONG = 400
+
+#: A wait budget that ends well before that stream, in seconds.
+_SHORT_S = 1.0
+
+Replies = dict[str, Reply]
+Moment = Callable[[Server], Awaitable[Replies]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One outcome.
+
+    Attributes:
+        name: what becomes of the request.
+        text: how the moment is made.
+        status: what a patched server has to answer.
+        code: machine-readable reason that a patched server has to give; None for none.
+        moment: tries every door.
+        only: kinds of doors that can meet this outcome; empty for all.
+        environment: variables of the server that it needs.
+    """
+
+    name: str
+    text: str
+    status: int
+    code: str | None
+    moment: Moment
+    but: Sequence[str] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def doors(self) -> list[Door]:
+        """The doors that can meet it."""
+        return [door for door in DOORS if door.kind not in self.but]
+
+
+async def _all(server: Server, suffix: str = "", **options: Any) -> Replies:
+    """Every door for its own kind of model, all at once."""
+    calls = [knock(server.url, door, door.kind + suffix, **options) for door in DOORS]
+    return dict(zip((d.name for d in DOORS), await asyncio.gather(*calls), strict=True))
+
+
+@asynccontextmanager
+async def _busy(server: Server) -> Any:
+    """``busy`` streams for as long as the block lasts, and holds the room."""
+    client = Client(server.url)
+    await client.chat("busy", tokens=2)
+    stream = asyncio.create_task(client.chat("busy", tokens=_LONG, stream=True))
+    await asyncio.sleep(0.5)
+    try:
+        yield
+    finally:
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+
+
+async def served(server: Server) -> Replies:
+    """One after the other on an idle server: whoever is loaded is idle and leaves."""
+    return {door.name: await knock(server.url, door, door.kind) for door in DOORS}
+
+
+async def waited(server: Server) -> Replies:
+    """``busy`` streams for some seconds more; each door's model needs its room."""
+    async with _busy(server):
+        return await _all(server)
+
+
+async def expired(server: Server) -> Replies:
+    """The same, and the request allows a wait of a second (``X-OMLX-Max-Wait: 1``)."""
+    async with _busy(server):
+        return await _all(server, max_wait=_SHORT_S)
+
+
+async def queue_full(server: Server) -> Replies:
+    """The same, and the one place in the queue is taken."""
+    async with _busy(server):
+        waiting = asyncio.create_task(knock(server.url, DOORS[0], "text"))
+        await asyncio.sleep(0.3)
+        try:
+            return await _all(server)
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def never_fits(server: Server) -> Replies:
+    """A model larger than the ceiling."""
+    return await _all(server, "-never")
+
+
+async def failed_load(server: Server) -> Replies:
+    """A model whose load fails."""
+    return await _all(server, "-broken")
+
+
+async def unknown_model(server: Server) -> Replies:
+    """A name that nobody knows."""
+    calls = [knock(server.url, door, "nobody") for door in DOORS]
+    return dict(zip((d.name for d in DOORS), await asyncio.gather(*calls), strict=True))
+
+
+async def wrong_kind(server: Server) -> Replies:
+    """A model of another kind, while ``busy`` streams and so cannot leave for it.
+
+    A server that has to load the model first says that it has no room.
+    """
+    other = {"text": "embed", "embed": "text"}
+    async with _busy(server):
+        doors = [door for door in DOORS if door.kind != "any"]
+        calls = [
+            knock(server.url, door, other.get(door.kind, "text"), max_wait=_SHORT_S)
+            for door in doors
+        ]
+        return dict(zip((d.name for d in doors), await asyncio.gather(*calls), strict=True))
+
+
+async def shutting_down(server: Server) -> Replies:
+    """``busy`` streams, all the others wait, and the server is told to end."""
+    async with _busy(server):
+        answers = asyncio.create_task(_all(server))
+        await asyncio.sleep(1.0)
+        os.kill(server.pid, signal.SIGTERM)
+        return await answers
+
+
+OUTCOMES: tuple[Outcome, ...] = (
+    Outcome("served", "on an idle server", 200, None, served),
+    Outcome("waited", "while another model is in use for seconds more", 200, None, waited),
+    Outcome(
+        "expired",
+        "the same, and the request allows a wait of one second",
+        503,
+        "model_swap_timeout",
+        expired,
+    ),
+    Outcome(
+        "queue full",
+        "the same, and nobody else may wait",
+        503,
+        "admission_queue_full",
+        queue_full,
+        environment=(("OMLX_ADMISSION_MAX_QUEUE", "1"),),
+    ),
+    Outcome("never fits", "larger than the ceiling", 507, "model_too_large", never_fits),
+    Outcome("failed load", "the weights are damaged", 500, "model_load_failed", failed_load),
+    Outcome("unknown model", "a name that nobody knows", 404, None, unknown_model),
+    Outcome(
+        "wrong kind",
+        "a model that the route cannot serve, while there is no room to load it",
+        400,
+        "wrong_model_kind",
+        wrong_kind,
+        but=("any",),
+    ),
+    Outcome(
+        "shutting down",
+        "the server ends while the request waits for another model",
+        503,
+        "shutting_down",
+        shutting_down,
+    ),
+)
