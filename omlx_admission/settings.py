@@ -62,6 +62,7 @@ class Settings:
     enabled: bool = True
     resident_path: bool = True
     queue: bool = True
+    unloads: bool = True
     errors: bool = True
     max_wait_s: float = 300.0
     max_queue: int = 512
@@ -102,6 +103,13 @@ VARIABLES: tuple[Variable, ...] = (
         _switch,
         _SWITCH,
         "requests for other models queue, and the busy model drains",
+    ),
+    Variable(
+        "OMLX_ADMISSION_UNLOADS",
+        "unloads",
+        _switch,
+        _SWITCH,
+        "unloads by hand wait for what runs; 0: they cut it off, as oMLX does",
     ),
     Variable(
         "OMLX_ADMISSION_ERRORS",

@@ -20,6 +20,7 @@ from omlx_admission.hooks import (
     resident,
     stream_hold,
     surfaces,
+    unloads,
 )
 from omlx_admission.hooks.gate import Need
 from omlx_admission.hooks.ledger import Ledger
@@ -72,6 +73,13 @@ FEATURES: tuple[Feature, ...] = (
         "queue",
         "requests for other models queue, the busy model drains, then they are served",
         queue.NEEDS,
+    ),
+    Feature(
+        "unloads",
+        "OMLX_ADMISSION_UNLOADS",
+        "unloads",
+        "unloads by hand wait for what runs instead of cutting it off (needs the queue)",
+        unloads.NEEDS,
     ),
     Feature(
         "errors",
@@ -163,6 +171,8 @@ PARTS: tuple[Part, ...] = (
         ),
     ),
     Part("resident", resident.POOL, lambda m, ledger, _w: resident.apply_outer(m, ledger)),
+    Part("unloads", resident.POOL, lambda m, ledger, _w: unloads.apply(m, ledger)),
+    Part("unloads", unloads.ADMIN, lambda m, ledger, _w: unloads.apply_admin(m, ledger)),
     Part(
         "queue",
         queue.UVICORN,

@@ -144,7 +144,10 @@ class OmlxPool:
             leases=entry.in_use,
             pinned=entry.is_pinned,
             loading=entry.is_loading,
-            unloading=unloading,
+            # Told to leave by somebody else than the queue: it will, and nobody may
+            # plan with it until it has.
+            unloading=unloading
+            or bool(entry.pending_unload_reason and not drains_for_us(entry)),
             last_used=entry.last_access,
         )
 
@@ -164,6 +167,19 @@ class OmlxPool:
         except Exception:  # noqa: BLE001 - a check that cannot answer must not pin memory
             return False
         return active and not _loop_has_died(engine)
+
+    def in_use(self, model: str) -> bool:
+        """Whether stock itself would say that a loaded model is busy, or it loads still."""
+        entry = self._pool._entries[model]
+        return bool(entry.is_loading) or self._is_busy(entry)
+
+    def at_rest(self, model: str) -> bool:
+        """Whether nothing of a loaded model runs, its engine's own queues included."""
+        if self.in_use(model):
+            return False
+        entry = self._pool._entries[model]
+        works = getattr(self._pool, "_entry_has_scheduler_work", None)
+        return works is None or not works(entry) or _loop_has_died(entry.engine)
 
     def _is_ready(self, target: Target) -> bool:
         entry = self._pool._entries.get(target.model)
@@ -238,6 +254,8 @@ class OmlxPool:
     async def load(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""
         model = ask.target.model
+        while (reloading := state_of(self._pool).reloading) is not None:
+            await reloading.wait()
         # Stock refuses a marked model; the gate is closed, so nobody slips in.
         self.unmark(model)
         planned_victims.set(tuple(v for v in victims if v != model))

@@ -10,11 +10,15 @@ import weakref
 from typing import Any, NamedTuple
 
 from omlx_admission.runtime.admission import Admission
+from omlx_admission.runtime.leave import Leave
 
 _ATTRIBUTE = "_omlx_admission_state"
 
 #: First words of the reason in ``pending_unload_reason`` of a model that drains for us.
 DRAIN_REASON = "admission drain"
+
+#: The reason of a model that drains for an unload that was asked for by hand.
+UNLOAD_REASON = "admission unload"
 
 
 class Verified(NamedTuple):
@@ -39,14 +43,19 @@ class PoolState:
             that announces its end.
         admission: the queue, None until the first request needs it.
         verified: what was found out about a loaded engine, for the hot path.
+        leaving: models that drain for an unload that was asked for by hand.
+        reloading: set at the end of a change of the model folders that goes on now;
+            until then no load of ours begins.
     """
 
-    __slots__ = ("admission", "unloading", "verified")
+    __slots__ = ("admission", "leaving", "reloading", "unloading", "verified")
 
     def __init__(self) -> None:
         self.unloading: dict[str, asyncio.Event] = {}
         self.admission: Admission | None = None
         self.verified: dict[str, Verified] = {}
+        self.leaving: dict[str, Leave] = {}
+        self.reloading: asyncio.Event | None = None
 
     def changed(self) -> None:
         """Tell the queue, if there is one, that the pool changed."""
@@ -72,3 +81,9 @@ def drains_for_us(entry: Any) -> bool:
     """Whether the entry's pending mark was set by the admission queue."""
     reason = entry.pending_unload_reason
     return isinstance(reason, str) and reason.startswith(DRAIN_REASON)
+
+
+def marked_by_us(entry: Any) -> bool:
+    """Whether the entry's pending mark is ours: for a swap, or for an unload by hand."""
+    reason = entry.pending_unload_reason
+    return isinstance(reason, str) and reason.startswith((DRAIN_REASON, UNLOAD_REASON))

@@ -6,7 +6,7 @@ import inspect
 import sys
 from typing import Any
 
-from omlx_admission.hooks import errors, faults, holding, kinds, resident
+from omlx_admission.hooks import errors, faults, holding, kinds, pending, resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_port import OmlxPool, admission_refused, planned_victims
@@ -54,6 +54,7 @@ NEEDS = (
         ("model_id", "entry"),
     ),
     *resident.ENTRY,
+    *pending.NEEDS,
     *(
         Need(_EXCEPTIONS, name, Kind.CLASS)
         for name in (
@@ -254,6 +255,7 @@ def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) 
     ledger.wrap(module, "EnginePool.get_engine", hooks.get_engine)
     ledger.wrap(module, "EnginePool._load_engine", hooks.load)
     ledger.wrap(module, "EnginePool._find_lru_victim", hooks.find_victim)
+    ledger.wrap(module, "EnginePool._mark_pending_unload_locked", pending.mark)
     ledger.wrap(module, "EnginePool.discover_models", hooks.discover)
     ledger.wrap(module, "EnginePool.shutdown", hooks.shutdown)
     if not with_resident:

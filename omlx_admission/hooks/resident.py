@@ -15,7 +15,7 @@ from typing import Any
 from omlx_admission.hooks import faults, holding
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.hooks.pool_state import PoolState, Verified, drains_for_us, state_of
+from omlx_admission.hooks.pool_state import PoolState, Verified, marked_by_us, state_of
 
 POOL = "omlx.engine_pool"
 
@@ -210,9 +210,13 @@ def give_back(pool: Any, model_id: str) -> None:
         return
     if entry.in_use > 0:
         entry.in_use -= 1
-    if entry.pending_unload_reason and not drains_for_us(entry):
+    if entry.pending_unload_reason and not marked_by_us(entry):
         _unload_pending_soon(pool, model_id)
-    admission = state_of(pool).admission
+    state = state_of(pool)
+    leave = state.leaving.get(model_id)
+    if leave is not None:
+        leave.moved()
+    admission = state.admission
     if admission is not None:
         admission.released(model_id)
 
@@ -311,7 +315,7 @@ async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     model_id = args[0] if args else kwargs["model_id"]
     holding.released(model_id)
     entry = pool._entries.get(model_id)
-    if entry is not None and entry.pending_unload_reason and not drains_for_us(entry):
+    if entry is not None and entry.pending_unload_reason and not marked_by_us(entry):
         try:
             return await wrapped(*args, **kwargs)
         finally:
@@ -327,9 +331,13 @@ async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     model_id = args[0] if args else kwargs["model_id"]
     holding.let_go(model_id)
     state = state_of(pool)
+    entry = pool._entries.get(model_id)
+    dying = entry.engine if entry is not None else None
     while (teardown := state.unloading.get(model_id)) is not None:
         await teardown.wait()
-    entry = pool._entries.get(model_id)
+        entry = pool._entries.get(model_id)
+        if entry is not None and entry.engine is not None and entry.engine is not dying:
+            return None  # what was to be unloaded is gone; this one came after it
     if entry is None or entry.engine is None:
         return await wrapped(*args, **kwargs)
     done = state.unloading[model_id] = asyncio.Event()

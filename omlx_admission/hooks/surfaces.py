@@ -89,7 +89,10 @@ def facts(module: Any) -> Facts:
     marked = frozenset() if admission is None else admission.policy.marked
     return Facts(
         view=view,
-        registered=[_registered(m, e, marked) for m, e in list(pool._entries.items())],
+        registered=[
+            _registered(m, e, marked, m in state_of(pool).unloading)
+            for m, e in list(pool._entries.items())
+        ],
         admission=admission,
         cache=_cache(pool),
         omlx=_version(),
@@ -103,13 +106,13 @@ def _port(pool: Any) -> OmlxPool:
     return OmlxPool(pool, omlx.engine_pool, pool.get_engine)
 
 
-def _registered(model: str, entry: Any, marked: frozenset[str]) -> Registered:
+def _registered(model: str, entry: Any, marked: frozenset[str], unloading: bool) -> Registered:
     last = entry.last_access
     return Registered(
         model=model,
         size=int(entry.estimated_size),
         pinned=bool(entry.is_pinned),
-        draining=model in marked or bool(entry.pending_unload_reason),
+        draining=not unloading and (model in marked or bool(entry.pending_unload_reason)),
         last_used=last if isinstance(last, float) and last > 0 else None,
     )
 

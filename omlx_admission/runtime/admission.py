@@ -109,6 +109,18 @@ class Admission:
 
     # -- for hooks ----------------------------------------------------------
 
+    @property
+    def closing(self) -> bool:
+        """Whether the server is shutting down."""
+        return self._closing
+
+    def budget(self, request: requests.Request | None) -> float:
+        """Seconds that an operation which is no request for a model may wait."""
+        budget = self.settings.max_wait_s or _DEFAULT_BUDGET_S
+        if request is not None and request.max_wait is not None:
+            budget = min(budget, request.max_wait)
+        return budget
+
     async def acquire(self, ask: Ask) -> Any:
         """Wait for the engine of ``ask`` and return it, one lease held.
 

@@ -17,8 +17,8 @@ class Refusal:
     """One refusal.
 
     Attributes:
-        status: HTTP status: 503 (passing), 507 (permanent), 500 (a load that failed) or
-            400 (the client's own mistake).
+        status: HTTP status: 503 (passing), 507 (permanent), 500 (a load that failed), 400
+            (the client's own mistake) or 409 (its own condition is not met).
         code: stable machine-readable reason.
         message: for people: what is in the way, how long, what to do.
         retry_after: whole seconds, 1 to 60; None where a retry cannot help.

@@ -64,6 +64,10 @@ class Request:
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.path: str = scope.get("path", "")
+        self.method: str = scope.get("method", "")
+        self.query: bytes = scope.get("query_string", b"")
+        #: The task that handles it. What it starts in other tasks may outlive it.
+        self.task: asyncio.Task[Any] | None = None
         self.max_wait, self.header_problem = _max_wait(scope)
         self.refusal: Refusal | None = None
         self.hold: stream_hold.StreamHold | None = None
@@ -150,6 +154,7 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         request = Request(scope, receive)
+        request.task = asyncio.current_task()
         token = current.set(request)
         try:
             if scope["type"] == "http":

@@ -138,7 +138,7 @@ def _model(model: Registered, facts: Facts, observer: Observer, waiting: int) ->
     state = "absent"
     if view is None:
         state = "queued" if waiting else "absent"
-    elif view.unloading:
+    elif view.unloading and not model.draining:
         state = "unloading"
     elif view.loading:
         state = "loading"

@@ -1,0 +1,488 @@
+"""Unloads by hand: they wait for what runs, share one teardown and can be told not to wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from omlx_admission.hooks import unloads
+from omlx_admission.hooks.pool_port import admission_refused
+from omlx_admission.hooks.pool_state import state_of
+
+from .by_hand import ByHand, unload
+from .conftest import House, run, settle, until
+
+Make = Callable[..., House]
+
+
+def drains(house: House, model: str = "a") -> bool:
+    return str(house.entry(model).pending_unload_reason).startswith("admission unload")
+
+
+def test_b52_an_unload_waits_for_what_runs_and_newcomers_get_the_next_engine(
+    make_house: Make,
+) -> None:
+    async def test() -> None:
+        house = make_house()
+        dying = await house.get("a")
+        first, second = unload(house.pool), unload(house.pool)
+        await settle()
+        late = house.ask("a")
+        for_b = house.ask("b")
+        await asyncio.sleep(0.1)
+        assert drains(house)
+        assert not any(t.done() for t in (first.task, second.task, late, for_b))
+        dying.stop.assert_not_awaited()
+        dying.abort_all_requests.assert_not_awaited()
+        await house.release("a")
+        assert await first.task == await second.task == "unloaded"
+        assert await late is not dying
+        await house.release("a")
+        await for_b
+        await house.release("b")
+        assert dying.stop.await_count == 1
+        assert house.events.count("load a") == 2
+        house.assert_idle()
+        assert state_of(house.pool).leaving == {}
+
+    run(test)
+
+
+def test_an_idle_model_is_unloaded_in_the_same_step(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        await house.release("a")
+        by_hand = unload(house.pool)
+        await asyncio.sleep(0)
+        assert "a" in state_of(house.pool).unloading
+        assert await by_hand.task == "unloaded"
+        house.assert_idle()
+
+    run(test)
+
+
+def test_b08_who_comes_between_the_drain_and_the_teardown_waits_for_the_next_engine(
+    make_house: Make,
+) -> None:
+    """The request comes at each turn of the loop round the handover."""
+
+    async def test() -> None:
+        house = make_house()
+        for turns in range(7):
+            engine = await house.get("a")
+            by_hand = unload(house.pool)
+            await settle()
+            await house.release("a")
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            after = await house.get("a")
+            assert after is not engine
+            assert house.pool._current_model_memory == 600
+            await by_hand.task
+            await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_the_budget_ends_in_a_refusal_and_the_model_serves_on(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        engine = await house.get("a")
+        patient, hasty = unload(house.pool), unload(house.pool, max_wait="0.05")
+        late = house.ask("a")
+        with pytest.raises(admission_refused()):
+            await hasty.task
+        assert hasty.request.refusal is not None
+        assert hasty.request.refusal.status == 503
+        assert hasty.request.refusal.retry_after is not None
+        assert hasty.code == "model_busy"
+        # One of two gave up: the other one's wish stands.
+        assert drains(house)
+        assert not late.done()
+        patient.leave()
+        with pytest.raises(admission_refused()):
+            await patient.task
+        # Now nobody wants it unloaded, and who queued behind the gate is served.
+        assert await late is engine
+        engine.stop.assert_not_awaited()
+        engine.abort_all_requests.assert_not_awaited()
+        await house.release("a")
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_client_that_leaves_withdraws_the_unload(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        engine = await house.get("a")
+        by_hand = unload(house.pool)
+        await settle()
+        by_hand.leave()
+        with pytest.raises(admission_refused()):
+            await by_hand.task
+        assert house.entry("a").pending_unload_reason is None
+        assert await house.get("a") is engine
+        await house.release("a")
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_cancelled_unload_withdraws_its_mark(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        by_hand = unload(house.pool)
+        await settle()
+        by_hand.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await by_hand.task
+        await house.release("a")
+        house.assert_idle()
+        assert house.resident() == {"a"}
+
+    run(test)
+
+
+def test_a_swap_that_drains_the_model_goes_on_when_the_unload_is_withdrawn(
+    make_house: Make,
+) -> None:
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        await house.get("a")
+        for_b = house.ask("b")
+        await settle()
+        assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
+        by_hand = unload(house.pool)
+        await settle()
+        assert drains(house)
+        by_hand.leave()
+        with pytest.raises(admission_refused()):
+            await by_hand.task
+        assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
+        await house.release("a")
+        await for_b
+        assert house.events.count("unload a") == 1
+        await house.release("b")
+        house.assert_idle()
+
+    run(test)
+
+
+@pytest.mark.parametrize("order", ["swap first", "unload first"])
+def test_a_swap_and_an_unload_of_the_same_model_share_one_teardown(
+    make_house: Make, order: str
+) -> None:
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        await house.get("a")
+        if order == "swap first":
+            for_b = house.ask("b")
+            await settle()
+            by_hand = unload(house.pool)
+        else:
+            by_hand = unload(house.pool)
+            await settle()
+            for_b = house.ask("b")
+        await settle()
+        await house.release("a")
+        await asyncio.gather(for_b, by_hand.task)
+        assert house.events.count("unload a") == 1
+        assert house.resident() == {"b"}
+        await house.release("b")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_the_operator_may_unload_a_pinned_model(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        house.entry("p").is_pinned = True
+        await house.get("p")
+        by_hand = unload(house.pool, "p")
+        await settle()
+        assert drains(house, "p")
+        await house.release("p")
+        assert await by_hand.task == "unloaded"
+        assert house.resident() == set()
+        house.assert_idle()
+
+    run(test)
+
+
+def test_now_ends_what_runs_with_an_error_before_the_teardown(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        engine = await house.get("a")
+        order: list[str] = []
+        tasks: list[asyncio.Future[None]] = []
+        stop = engine.stop.side_effect
+
+        async def abort(**said: str) -> int:
+            order.append("abort")
+            tasks.append(asyncio.ensure_future(ended()))
+            return 1
+
+        async def ended() -> None:
+            await settle()
+            order.append("released")
+            await house.release("a")
+
+        async def stopped() -> None:
+            order.append("stop")
+            await stop()
+
+        engine.abort_all_requests.side_effect = abort
+        engine.stop.side_effect = stopped
+        by_hand = unload(house.pool, query="mode=now")
+        late = house.ask("a")
+        assert await by_hand.task == "unloaded"
+        assert order == ["abort", "released", "stop"]
+        assert await late is not engine
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_now_tears_down_what_does_not_end(make_house: Make, mocker: Any) -> None:
+    async def test() -> None:
+        mocker.patch.object(unloads, "_CUT_S", 0.05)
+        house = make_house()
+        engine = await house.get("a")
+        assert await unload(house.pool, query="mode=now").task == "unloaded"
+        engine.abort_all_requests.assert_awaited_once()
+        assert house.resident() == set()
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+@pytest.mark.parametrize("why", ["in use", "speech", "loading", "pinned", "waited for"])
+def test_if_idle_refuses_at_once_and_changes_nothing(make_house: Make, why: str) -> None:
+    async def test() -> None:
+        house = make_house()
+        house.hold_loads = why in ("loading", "waited for")
+        asked = [house.ask("a")]
+        if not house.hold_loads:
+            engine = await asked.pop()
+        else:
+            await until(lambda: "load a" in house.events)
+        if why == "speech":
+            engine.has_active_requests.return_value = True
+        if why != "in use" and not house.hold_loads:
+            await house.release("a")
+        if why == "pinned":
+            house.entry("a").is_pinned = True
+        model = "a"
+        if why == "waited for":
+            model = "b"
+            asked.append(house.ask("b"))
+            await settle()
+        with pytest.raises(admission_refused()):
+            await unload(house.pool, model, query="mode=if-idle").task
+        by_hand = unload(house.pool, model, query="mode=if-idle")
+        with pytest.raises(admission_refused()):
+            await by_hand.task
+        refusal = by_hand.request.refusal
+        assert refusal is not None
+        assert (refusal.status, refusal.code) == (409, "model_not_idle")
+        reason = {"speech": "in use", "waited for": "1 request waits"}.get(why, why)
+        assert reason in refusal.message
+        assert "unload a" not in house.events
+        house.hold_loads = False
+        for name in [m for m in ("a",) if asked]:
+            await house.let_load(name)
+        for task in asked:
+            await task
+            await house.release("a" if task is asked[0] else "b")
+        if why == "in use":
+            await house.release("a")
+
+    run(test)
+
+
+def test_if_idle_unloads_what_is_idle(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        await house.release("a")
+        assert await unload(house.pool, query="mode=if-idle").task == "unloaded"
+        assert house.resident() == set()
+
+    run(test)
+
+
+@pytest.mark.parametrize("query", ["mode=later", "mode=", "mode=drain&mode=x"])
+def test_an_unknown_mode_is_refused_and_the_known_ones_are_named(
+    make_house: Make, query: str
+) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        await house.release("a")
+        by_hand = unload(house.pool, query=query)
+        with pytest.raises(admission_refused()):
+            await by_hand.task
+        refusal = by_hand.request.refusal
+        assert refusal is not None
+        assert refusal.status == 400
+        assert all(mode in refusal.message for mode in ("drain", "now", "if-idle"))
+        assert house.resident() == {"a"}
+
+    run(test)
+
+
+def test_a_deletion_waits_and_then_ends_what_runs(make_house: Make, mocker: Any) -> None:
+    """Stock goes on when this unload fails, and would forget a model that is loaded."""
+
+    async def test() -> None:
+        mocker.patch.object(unloads, "_CUT_S", 0.05)
+        house = make_house()
+        engine = await house.get("a")
+        by_hand = ByHand(
+            lambda: house.pool._unload_engine("a"),
+            path="/admin/api/hf/models/a",
+            method="DELETE",
+            max_wait="0.1",
+        )
+        await settle()
+        by_hand.leave()  # what is half done is not stopped
+        await asyncio.sleep(0.03)
+        engine.abort_all_requests.assert_not_awaited()
+        await by_hand.task
+        engine.abort_all_requests.assert_awaited_once()
+        assert house.resident() == set()
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_settings_change_waits_and_is_refused_quietly(make_house: Make) -> None:
+    """Its route answers 200 and says that nothing was unloaded: no refusal replaces that."""
+
+    async def test() -> None:
+        house = make_house()
+        engine = await house.get("a")
+        by_hand = ByHand(
+            lambda: house.pool._unload_engine("a"),
+            path="/admin/api/models/a/settings",
+            method="PUT",
+            max_wait="0.05",
+        )
+        with pytest.raises(admission_refused()):
+            await by_hand.task
+        assert by_hand.request.refusal is None
+        engine.stop.assert_not_awaited()
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_benchmark_that_outlives_its_request_waits_too(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        engine = await house.get("a")
+        background: list[asyncio.Task[Any]] = []
+
+        async def start() -> None:
+            work = house.pool._unload_engine("a")
+            background.append(asyncio.get_running_loop().create_task(work))
+
+        route = ByHand(start, path="/admin/api/bench/start")
+        await route.task
+        route.leave()
+        await asyncio.sleep(0.1)
+        engine.stop.assert_not_awaited()
+        await house.release("a")
+        await background[0]
+        engine.stop.assert_awaited_once()
+        house.assert_idle()
+
+    run(test)
+
+
+def test_outside_of_requests_and_at_shutdown_stock_unloads(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        await house.pool._unload_engine("a")
+        assert house.resident() == set()
+        await house.release("a")
+        await house.get("a")
+        by_hand = ByHand(house.pool.shutdown, path="/admin/api/server/restart")
+        await by_hand.task
+        assert house.resident() == set()
+
+    run(test)
+
+
+def test_switched_off_an_unload_cuts_as_stock_does(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house(unloads=False)
+        engine = await house.get("a")
+        assert await unload(house.pool).task == "unloaded"
+        engine.stop.assert_awaited_once()
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_our_own_failure_lets_stock_unload(
+    make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        mocker.patch.object(unloads, "_errand", side_effect=ZeroDivisionError)
+        assert await unload(house.pool).task == "unloaded"
+        assert house.resident() == set()
+
+    run(test)
+    assert "the unload by hand failed" in caplog.text
+
+
+def test_the_admin_route_of_newer_releases_drains_first(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        if not hasattr(house.pool, "request_unload"):
+            pytest.skip("this oMLX has no request_unload")
+        engine = await house.get("a")
+
+        def admin(query: str = "") -> ByHand:
+            return ByHand(
+                lambda: house.pool.request_unload("a", reason="manual admin unload"),
+                path="/admin/api/models/a/unload",
+                query=query,
+            )
+
+        by_hand = admin()
+        await settle()
+        assert drains(house)
+        engine.abort_all_requests.assert_not_awaited()
+        await house.release("a")
+        assert await by_hand.task is True
+        engine = await house.get("a")
+        # Its own way, where that is asked for: requests end, 202, a follower unloads.
+        assert await admin("mode=now").task is False
+        engine.abort_all_requests.assert_awaited_once()
+        late = house.ask("a")
+        await house.release("a")
+        assert await late is not engine
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)

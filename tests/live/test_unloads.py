@@ -1,0 +1,319 @@
+"""Unloads by hand, settings and variants on whole servers, as operators and clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from omlx_admission.surfaces.demo.client import LOCAL, Answer, Client
+from omlx_admission.surfaces.demo.server import Server
+
+from .conftest import SIZES, Omlx
+from .test_main_job import LONG
+
+
+@pytest.fixture(scope="module")
+def server(
+    omlx: Omlx, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """One server for all tests here; each begins with A resident, or what it loads."""
+    base = tmp_path_factory.mktemp("base")
+    # No key and no session is asked for on the admin routes.
+    settings = {"auth": {"skip_api_key_verification": True}}
+    (base / "settings.json").write_text(json.dumps(settings))
+    (base / "model_profiles.json").write_text(json.dumps(PROFILES))
+    extra = {"python": omlx.python} if omlx.python else {}
+    with Server(
+        models,
+        base,
+        patched=True,
+        source=omlx.source,
+        plan={"load_s": 0.3},
+        environment={"OMLX_ADMISSION_MAX_AGE_S": "1"},
+        **extra,
+    ) as running:
+        yield running
+
+
+#: Two profiles of D whose settings matter at its load, asked for as models.
+PROFILES = {
+    "version": 1,
+    "profiles": {
+        "d": {
+            name: {
+                "name": name,
+                "display_name": name,
+                "api_name": name,
+                "expose_as_model": True,
+                "settings": {"index_cache_freq": freq},
+            }
+            for name, freq in (("fast", 2), ("slow", 4))
+        }
+    },
+}
+
+
+class Log:
+    """What the server's log says from now on."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._seen = server, len(server.log)
+
+    @property
+    def text(self) -> str:
+        return self._server.log[self._seen :]
+
+    @property
+    def loads(self) -> list[str]:
+        """Models whose load ended, in order."""
+        return re.findall(r"admission: '(\w+)' resident", self.text)
+
+
+@pytest.fixture
+def log(server: Server) -> Log:
+    """The server with nothing loaded, and its log from here on."""
+    for model in "abd":
+        httpx.post(f"{server.url}/v1/models/{model}/unload", timeout=60, **LOCAL)
+    return Log(server)
+
+
+@pytest.fixture
+def real(omlx: Omlx) -> None:
+    """Skip what the tests of the pool show on the stand-in already, and faster."""
+    if omlx.name == "stand-in":
+        pytest.skip("needs a real oMLX: --omlx-src DIR")
+
+
+async def call(
+    server: Server,
+    method: str,
+    path: str,
+    *,
+    delay: float = 0.0,
+    hang_up_after: float | None = None,
+    **options: Any,
+) -> httpx.Response | None:
+    """One call of an operator; None where the client hung up."""
+    await asyncio.sleep(delay)
+    async with httpx.AsyncClient(timeout=60, **LOCAL) as http:
+        request = http.request(method, server.url + path, **options)
+        try:
+            return await asyncio.wait_for(request, hang_up_after)
+        except TimeoutError:
+            return None
+
+
+PUBLIC = "/v1/models/a/unload"
+
+
+def test_b52_an_unload_drains_and_all_who_ask_share_it(server: Server, log: Log) -> None:
+    client = Client(server.url)
+
+    async def scenario() -> tuple[list[Answer], list[httpx.Response | None]]:
+        await client.chat("a")
+        stream, late, *rest = await asyncio.gather(
+            client.chat("a", tokens=LONG, stream=True),
+            client.chat("a", delay=0.5),
+            call(server, "POST", PUBLIC, delay=0.3),
+            call(server, "POST", PUBLIC, delay=0.4),
+            call(server, "POST", "/admin/api/models/b/load", delay=0.6),
+            call(server, "POST", PUBLIC + "?mode=if-idle", delay=0.2),
+            call(server, "POST", "/admin/api/models/a/unload?mode=if-idle", delay=0.2),
+            call(server, "POST", PUBLIC + "?mode=later", delay=0.2),
+        )
+        return [stream, late], rest
+
+    (stream, late), (*answers, idle, idle_admin, wrong) = asyncio.run(scenario())
+    assert stream.ok, stream
+    assert "[DONE]" in stream.body
+    assert late.ok, late
+    assert late.ended > stream.ended
+    for answer in answers:
+        assert answer is not None
+        assert answer.status_code == 200, answer.text
+    # Both unloads are one; A and B came back, each once, in the order of their asking.
+    assert log.loads[:3] == ["a", "a", "b"]
+    assert log.text.count("'a' drains, to be unloaded by hand") == 1
+    assert idle is not None
+    assert idle.status_code == 409
+    assert idle.json()["error"]["code"] == "model_not_idle"
+    assert "1 running" in idle.json()["error"]["message"]
+    assert idle.headers["x-should-retry"] == "false"
+    assert idle_admin is not None
+    assert idle_admin.status_code == 409
+    assert idle_admin.json()["code"] == "model_not_idle"
+    assert wrong is not None
+    assert wrong.status_code == 400
+    assert "drain, now, if-idle" in wrong.json()["error"]["message"]
+
+
+def test_b52_now_ends_the_stream_with_an_error_and_its_terminator(
+    server: Server, log: Log
+) -> None:
+    client = Client(server.url)
+
+    async def scenario() -> tuple[Answer, httpx.Response | None, Answer]:
+        await client.chat("a")
+        stream, unload = await asyncio.gather(
+            client.chat("a", tokens=8 * LONG, stream=True),
+            call(server, "POST", PUBLIC + "?mode=now", delay=0.5),
+        )
+        return stream, unload, await client.chat("a")
+
+    stream, unload, after = asyncio.run(scenario())
+    assert unload is not None
+    assert unload.status_code == 200, unload.text
+    assert stream.error is None
+    assert '"error"' in stream.body or "[Error" in stream.body
+    assert "[DONE]" in stream.body
+    assert after.ok, after
+    assert log.loads == ["a", "a"]
+
+
+@pytest.mark.usefixtures("real")
+@pytest.mark.parametrize("end", ["budget", "hang up"])
+def test_an_unload_that_ends_early_leaves_the_model_serving(
+    server: Server, log: Log, end: str
+) -> None:
+    client = Client(server.url)
+
+    async def scenario() -> tuple[list[Answer], httpx.Response | None]:
+        await client.chat("a")
+        options: dict[str, Any] = {"headers": {"X-OMLX-Max-Wait": "0.3"}}
+        if end == "hang up":
+            options = {"hang_up_after": 0.3}
+        stream, unload, late = await asyncio.gather(
+            client.chat("a", tokens=LONG, stream=True),
+            call(server, "POST", PUBLIC, delay=0.2, **options),
+            client.chat("a", delay=0.3),
+        )
+        return [stream, late], unload
+
+    (stream, late), unload = asyncio.run(scenario())
+    assert stream.ok, stream
+    assert late.ok, late
+    assert late.ended < stream.ended, "it waits behind the gate only while the unload does"
+    assert log.loads == ["a"]
+    if end == "budget":
+        assert unload is not None
+        assert unload.status_code == 503
+        assert 1 <= int(unload.headers["retry-after"]) <= 60
+        assert unload.json()["error"]["code"] == "model_busy"
+        assert "mode=now" in unload.json()["error"]["message"]
+    else:
+        assert unload is None
+    assert "the unload of 'a' is withdrawn" in log.text
+
+
+def test_b13_b14_two_profiles_of_a_model_take_turns(server: Server, log: Log) -> None:
+    """Four clients without a pause on one, one on the other, one on another model."""
+    client = Client(server.url)
+
+    async def scenario() -> tuple[list[Answer], list[Answer]]:
+        await client.chat("d:fast")
+        done = asyncio.Event()
+        answers: list[Answer] = []
+
+        async def loop() -> None:
+            while not done.is_set():
+                answers.append(await client.chat("d:fast", tokens=4))
+
+        clients = [asyncio.create_task(loop()) for _ in range(4)]
+        others = []
+        for _ in range(2):
+            calls = [client.chat("d:slow", label="slow") for _ in range(3)]
+            others += await asyncio.gather(*calls, client.chat("a", tokens=2))
+        done.set()
+        await asyncio.gather(*clients)
+        return answers, others
+
+    answers, others = asyncio.run(scenario())
+    assert all(a.ok for a in (*answers, *others)), [a for a in (*answers, *others) if not a.ok]
+    # Not one reload for each request: the slow ones came together, twice.
+    loads = log.loads.count("d")
+    assert 3 <= loads <= 7, log.loads
+    assert len(answers) > 2 * loads
+    assert max(a.seconds for a in others) < 15
+
+
+@pytest.mark.usefixtures("real")
+def test_b13_identical_requests_of_a_profile_share_one_load(server: Server, log: Log) -> None:
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        together = await asyncio.gather(*(client.chat("d:fast") for _ in range(4)))
+        return [*together, await client.chat("d:fast"), await client.chat("d:fast")]
+
+    assert all(a.ok for a in asyncio.run(scenario()))
+    assert log.loads == ["d"]
+
+
+@pytest.mark.usefixtures("real")
+def test_a_settings_change_waits_for_what_runs(server: Server, log: Log) -> None:
+    client = Client(server.url)
+    path = "/admin/api/models/a/settings"
+
+    async def scenario() -> tuple[list[Answer], list[httpx.Response | None]]:
+        await client.chat("a")
+        stream, change, late = await asyncio.gather(
+            client.chat("a", tokens=LONG, stream=True),
+            call(server, "PUT", path, delay=0.3, json={"index_cache_freq": 2}),
+            client.chat("a", delay=0.6),
+        )
+        # And one whose budget ends: the route says that it unloaded nothing.
+        held, refused = await asyncio.gather(
+            client.chat("a", tokens=LONG, stream=True),
+            call(
+                server,
+                "PUT",
+                path,
+                delay=0.3,
+                json={"index_cache_freq": 4},
+                headers={"X-OMLX-Max-Wait": "0.2"},
+            ),
+        )
+        return [stream, late, held, await client.chat("a")], [change, refused]
+
+    answers, (change, refused) = asyncio.run(scenario())
+    assert all(a.ok for a in answers), answers
+    assert change is not None
+    assert change.json()["auto_unloaded"] is True
+    assert refused is not None
+    assert refused.status_code == 200
+    assert refused.json()["auto_unloaded"] is False
+    # At first, with the first change, and with the second one when A was idle.
+    assert log.loads == ["a", "a", "a"]
+
+
+@pytest.mark.usefixtures("real")
+def test_b19_a_reload_of_the_models_leaves_no_engine_behind(server: Server, log: Log) -> None:
+    """Everything is unloaded and forgotten; meanwhile nothing is cut and nothing loads."""
+    client = Client(server.url)
+
+    async def scenario() -> tuple[list[Answer], httpx.Response | None, Any]:
+        await client.chat("a")
+        stream, for_d, reload, late = await asyncio.gather(
+            client.chat("a", tokens=LONG, stream=True),
+            client.chat("d", delay=0.2),
+            call(server, "POST", "/admin/api/reload", delay=0.4),
+            client.chat("d", delay=0.8),
+        )
+        after = await client.chat("b")
+        return [stream, for_d, late, after], reload, (await client.get("/api/status"))[1]
+
+    answers, reload, status = asyncio.run(scenario())
+    assert all(a.ok for a in answers), answers
+    assert reload is not None
+    assert reload.status_code == 200, reload.text
+    assert "b" in status["loaded_models"]
+    assert log.loads == ["a", "d", "d", "b"]
+    # What the pool counts is what is there: no engine is left that no entry knows.
+    counted = sum(SIZES[m] for m in status["loaded_models"])
+    assert status["model_memory_used"] == pytest.approx(counted * 1.05, rel=0.05)
