@@ -6,7 +6,7 @@ outside, as a client does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,17 +55,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serve(omlx: Omlx, models: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Start a patched server: ``serve(load_s=2.0, OMLX_ADMISSION_MAX_WAIT_S="2")``."""
+    """Start a patched server: ``serve(load_s=2.0, OMLX_ADMISSION_MAX_WAIT_S="2")``.
+
+    ``plan`` is more of the plan of ``surfaces/demo/launch.py``, ``arguments`` of the
+    command line.
+    """
     running: list[Server] = []
 
-    def start(*, load_s: float = 1.0, failing: tuple[str, ...] = (), **env: str) -> Server:
+    def start(
+        *,
+        load_s: float = 1.0,
+        failing: tuple[str, ...] = (),
+        plan: dict[str, object] | None = None,
+        arguments: Sequence[str] = (),
+        **env: str,
+    ) -> Server:
         server = Server(
             models,
             tmp_path / f"base{len(running)}",
             patched=env.pop("OMLX_ADMISSION", "1") == "1",
             source=omlx.source,
-            plan={"load_s": load_s, "failing": failing},
+            plan={"load_s": load_s, "failing": failing, **(plan or {})},
             environment=env,
+            arguments=arguments,
             **({"python": omlx.python} if omlx.python else {}),
         )
         server.__enter__()
