@@ -88,8 +88,11 @@ class Stock:
     """The stock clients of one server, with their default retries, each API by its call."""
 
     def __init__(self, server: Server, headers: dict[str, str]) -> None:
-        self._anthropic = pytest.importorskip("anthropic")
-        self._openai = pytest.importorskip("openai")
+        # Here and not above: each takes seconds to import.
+        import anthropic
+        import openai
+
+        self._anthropic, self._openai = anthropic, openai
         self.ours = self._openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="x", default_headers=headers
         )
