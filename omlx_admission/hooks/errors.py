@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from omlx_admission.hooks import exceptions, faults, resident
 from omlx_admission.hooks import requests as requests_hook
-from omlx_admission.hooks import resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.runtime import request as requests
@@ -20,7 +20,8 @@ from omlx_admission.runtime.refusal import Refusal, retry_after
 NEEDS = (
     *requests_hook.NEEDS,
     resident.GET_ENGINE,
-    Need("omlx.exceptions", "SchedulerQueueFullError", Kind.CLASS),
+    *exceptions.TOLD_APART,
+    Need("omlx.server", "get_engine", Kind.USED),
 )
 
 #: Words by which agents take a server's error for their own input being too long, and
@@ -52,25 +53,27 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
 def remember(error: Exception) -> None:
     """Keep for the middleware what ``error`` means for the client of this request."""
     request = requests.active()
-    if request is not None:
+    if request is None:
+        return
+    try:
         request.refusal = refusal_of(error)
+    except Exception as ours:  # noqa: BLE001 - the caller gets oMLX's error, not ours
+        faults.note("the reading of a refusal", ours)
 
 
 def refusal_of(error: Exception) -> Refusal | None:
     """What a stock pool error means for the client; None where stock's own answer is right."""
-    from omlx import exceptions
+    from omlx import exceptions as theirs
 
     text = str(error)
-    if isinstance(error, exceptions.ModelTooLargeError):
+    if isinstance(error, theirs.ModelTooLargeError):
         return Refusal(507, "model_too_large", text)
     if isinstance(
         error,
-        exceptions.InsufficientMemoryError
-        | exceptions.ModelBusyError
-        | exceptions.ModelLoadingError,
+        theirs.InsufficientMemoryError | theirs.ModelBusyError | theirs.ModelLoadingError,
     ):
         return Refusal(503, "model_busy", text, retry_after(_GUESS_S))
-    if isinstance(error, exceptions.ModelUnavailableError):
+    if isinstance(error, theirs.ModelUnavailableError):
         # A conflict (409, as stock says) or a server error without a word more would be
         # tried again by stock clients; the same load would fail in the same way (B51).
         return Refusal(500, "model_load_failed", _load_failed(error, text))

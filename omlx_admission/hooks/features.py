@@ -137,7 +137,7 @@ FEATURES: tuple[Feature, ...] = (
         "OMLX_SERIALIZE_ENGINE_GPU",
         "serialize_engine_gpu",
         "one engine on the GPU at a time, first come first served",
-        (*gpu_engine.NEEDS, gpu_jobs.EXECUTOR),
+        (*gpu_engine.NEEDS, gpu_jobs.EXECUTOR, gpu_jobs.EXECUTOR_VALUE),
         gpu_setting.NATIVE,
     ),
     Feature(

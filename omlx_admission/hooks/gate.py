@@ -10,9 +10,7 @@ stock.
 from __future__ import annotations
 
 import ast
-import enum
 import importlib.util
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,40 +18,16 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from omlx_admission.hooks.needs import Kind, Need
+from omlx_admission.hooks.source_names import names_read, owners, resolve
+from omlx_admission.hooks.source_search import Search
+from omlx_admission.hooks.source_shapes import holder_problem, shape_problem
+
+__all__ = ["SUPPORTED", "Found", "Kind", "Need", "NoOmlx", "Source", "find", "version_problem"]
+
 #: Releases whose code was read (0.5.0 to 0.6.3rc2) or whose text is known in
 #: part (0.7.x). Prereleases count: many people run them.
 SUPPORTED = SpecifierSet(">=0.5.0,<0.8")
-
-
-class Kind(enum.Enum):
-    """What a name must be in oMLX's source."""
-
-    SYNC = "function"
-    ASYNC = "coroutine function"
-    CLASS = "class"
-    VALUE = "module or class attribute"
-
-
-@dataclass(frozen=True)
-class Need:
-    """One name that a hook relies on.
-
-    ``params`` are the leading parameter names in order, ``self`` left out;
-    None means that the hook passes whatever there is. With ``exact`` nothing
-    may follow them; otherwise further parameters are fine as long as they have
-    defaults, because wrappers pass them through. With ``awaits`` its body awaits
-    nothing but calls of functions with these names.
-    """
-
-    module: str
-    name: str
-    kind: Kind
-    params: tuple[str, ...] | None = None
-    exact: bool = False
-    awaits: tuple[str, ...] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.module}:{self.name}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +61,8 @@ def find(source: Path | None = None) -> Found:
         root = Path(next(iter(spec.submodule_search_locations)))
     else:
         root = source / "omlx" if (source / "omlx").is_dir() else source
-        if not (root / "engine_pool.py").is_file():
+        # Either of two: a release that has moved its pool is an oMLX still.
+        if not any((root / name).is_file() for name in ("engine_pool.py", "_version.py")):
             raise NoOmlx(
                 f"{source} holds no oMLX: expected omlx/engine_pool.py or engine_pool.py in it"
             )
@@ -95,12 +70,16 @@ def find(source: Path | None = None) -> Found:
 
 
 def _read_version(root: Path) -> str | None:
+    """The release as ``_version.py`` gives it in plain text; None where it computes it."""
     try:
-        text = (root / "_version.py").read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
+        tree = ast.parse((root / "_version.py").read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    match = re.search(r"^__version__\s*(?::[^=]+)?=\s*[\"']([^\"']+)[\"']", text, re.MULTILINE)
-    return match.group(1) if match else None
+    meanings = resolve(tree, "__version__")
+    value = getattr(meanings[0], "value", None) if len(meanings) == 1 else None
+    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+        return value.value
+    return None
 
 
 def version_problem(version: str | None) -> str | None:
@@ -123,24 +102,67 @@ class Source:
     def __init__(self, found: Found) -> None:
         self._found = found
         self._trees: dict[str, ast.Module | str] = {}
+        self._read: dict[str, frozenset[str]] = {}
+        self._answers: dict[Need, str | None] = {}
+        self._search = Search(found.root)
 
     def problem(self, need: Need) -> str | None:
         """Why ``need`` is not met, or None when it is."""
-        tree = self._tree(need.module)
-        if isinstance(tree, str):
-            return tree
-        node = _lookup(tree, need.name.split("."))
-        if node is None:
-            return f"{need} is missing"
-        return _shape_problem(need, node)
+        # Features share most of their needs.
+        if need not in self._answers:
+            self._answers[need] = self._judge(need)
+        return self._answers[need]
 
     def problems(self, needs: Iterable[Need]) -> list[str]:
-        """All reasons, in order; empty when every need is met."""
-        return [text for need in needs if (text := self.problem(need)) is not None]
+        """All reasons in order, and where the name is now; empty when every need is met."""
+        reasons = [
+            text + self._search.hint(need.module, need.name)
+            for need in needs
+            if (text := self.problem(need)) is not None
+        ]
+        # A class that is gone is one reason, not one for each of its members.
+        return list(dict.fromkeys(reasons))
 
     def has(self, needs: Sequence[Need]) -> bool:
         """Whether all of ``needs`` are met; an empty sequence never is."""
-        return bool(needs) and not self.problems(needs)
+        return bool(needs) and all(self.problem(need) is None for need in needs)
+
+    def _judge(self, need: Need) -> str | None:
+        tree = self._tree(need.module)
+        if isinstance(tree, str):
+            return None if need.optional else tree
+        if need.kind is Kind.USED:
+            return self._used_problem(need, tree)
+        meanings = resolve(tree, need.name)
+        if all(node is None for node in meanings):
+            return None if need.optional else self._missing(need, tree)
+        for owner in owners(tree, need.name):
+            problem = holder_problem(need, owner)
+            if problem is not None:
+                return problem
+        for node in meanings:
+            if node is None:
+                if not need.optional:
+                    return f"{need} is there only under a condition"
+                continue
+            problem = shape_problem(need, node)
+            if problem is not None:
+                return problem
+        return None
+
+    def _used_problem(self, need: Need, tree: ast.Module) -> str | None:
+        if need.module not in self._read:
+            self._read[need.module] = names_read(tree)
+        if need.name in self._read[need.module]:
+            return None
+        return f"{need.module} does not use {need.name}"
+
+    @staticmethod
+    def _missing(need: Need, tree: ast.Module) -> str:
+        head, _, rest = need.name.partition(".")
+        if rest and not any(isinstance(n, ast.ClassDef) for n in resolve(tree, head)):
+            return f"{need.module}:{head} is missing"
+        return f"{need} is missing"
 
     def read(self, module: str) -> bytes:
         """The source of a dotted module; raises OSError where there is none."""
@@ -152,131 +174,6 @@ class Source:
                 self._trees[module] = ast.parse(self.read(module))
             except OSError:
                 self._trees[module] = f"{module} is missing"
-            except (SyntaxError, ValueError):
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
                 self._trees[module] = f"{module} cannot be parsed"
         return self._trees[module]
-
-
-def _lookup(tree: ast.AST, parts: Sequence[str]) -> ast.AST | None:
-    """The last definition of a dotted name, as Python would leave it."""
-    node: ast.AST | None = tree
-    for part in parts:
-        if node is None:
-            return None
-        node = _member(node, part)
-    return node
-
-
-def _member(node: ast.AST, name: str) -> ast.AST | None:
-    found: ast.AST | None = None
-    for child in _statements(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            if child.name == name:
-                found = child
-        elif isinstance(child, ast.Assign):
-            if any(isinstance(t, ast.Name) and t.id == name for t in child.targets):
-                found = child
-        elif (
-            isinstance(child, ast.AnnAssign)
-            and isinstance(child.target, ast.Name)
-            and child.target.id == name
-        ):
-            found = child
-    if found is None and isinstance(node, ast.ClassDef):
-        found = _set_in_init(node, name)
-    return found
-
-
-def _statements(node: ast.AST) -> list[ast.stmt]:
-    body: list[ast.stmt] = getattr(node, "body", [])
-    if not isinstance(body, list):
-        return []
-    flat: list[ast.stmt] = []
-    for child in body:
-        flat.append(child)
-        # Definitions inside `if TYPE_CHECKING` or `try: import` at the same level.
-        if isinstance(child, ast.If | ast.Try):
-            flat.extend(_statements(child))
-    return flat
-
-
-def _set_in_init(node: ast.ClassDef, name: str) -> ast.AST | None:
-    init = _member_function(node, "__init__")
-    if init is None:
-        return None
-    for child in ast.walk(init):
-        targets: list[ast.expr] = []
-        if isinstance(child, ast.Assign):
-            targets = child.targets
-        elif isinstance(child, ast.AnnAssign):
-            targets = [child.target]
-        for target in targets:
-            if (
-                isinstance(target, ast.Attribute)
-                and target.attr == name
-                and isinstance(target.value, ast.Name)
-                and target.value.id == "self"
-            ):
-                return child
-    return None
-
-
-def _member_function(node: ast.ClassDef, name: str) -> ast.AST | None:
-    for child in node.body:
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and child.name == name:
-            return child
-    return None
-
-
-def _shape_problem(need: Need, node: ast.AST) -> str | None:
-    actual = {
-        ast.FunctionDef: Kind.SYNC,
-        ast.AsyncFunctionDef: Kind.ASYNC,
-        ast.ClassDef: Kind.CLASS,
-    }.get(type(node), Kind.VALUE)
-    if actual is not need.kind:
-        return f"{need} is a {actual.value}, expected a {need.kind.value}"
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return None
-    if need.params is not None:
-        problem = _parameter_problem(need, need.params, node)
-        if problem is not None:
-            return problem
-    return None if need.awaits is None else _await_problem(need, need.awaits, node)
-
-
-def _await_problem(need: Need, names: tuple[str, ...], node: ast.AST) -> str | None:
-    for child in ast.walk(node):
-        if isinstance(child, ast.AsyncFor | ast.AsyncWith):
-            return f"{need} awaits in a loop or a with statement"
-        if not isinstance(child, ast.Await):
-            continue
-        called = child.value.func if isinstance(child.value, ast.Call) else child.value
-        name = getattr(called, "attr", getattr(called, "id", ast.unparse(called)))
-        if name not in names:
-            return f"{need} awaits {name}, expected only {', '.join(names)}"
-    return None
-
-
-def _parameter_problem(
-    need: Need, params: tuple[str, ...], node: ast.FunctionDef | ast.AsyncFunctionDef
-) -> str | None:
-    arguments = node.args
-    positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-    required = len(positional) - len(arguments.defaults)
-    if positional[:1] in (["self"], ["cls"]):
-        positional, required = positional[1:], required - 1
-    keyword = [a.arg for a in arguments.kwonlyargs]
-    known = (*positional, *keyword)
-    if known[: len(params)] != params:
-        return f"{need} takes ({', '.join(known)}), expected ({', '.join(params)})"
-    if need.exact and (len(known) > len(params) or arguments.vararg or arguments.kwarg):
-        return f"{need} takes more than ({', '.join(params)})"
-    unknown_required = positional[len(params) : required] + [
-        a.arg
-        for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is None and a.arg not in params
-    ]
-    if unknown_required:
-        return f"{need} requires the unknown ({', '.join(unknown_required)})"
-    return None

@@ -27,6 +27,12 @@ FAIL_ALL = Need(SCHEDULER, "Scheduler.fail_all_requests", Kind.SYNC, ())
 VISION = Need(VLM, "VLMBatchedEngine._process_chat_messages", Kind.SYNC)
 STOP = Need(CORE, "EngineCore.stop", Kind.ASYNC, ())
 CLOSE = Need(CORE, "EngineCore.close", Kind.SYNC, ())
+#: The engine's loop still goes through what is wrapped.
+CALLED = (
+    Need(CORE, "_step_burst", Kind.USED),
+    Need(CORE, "fail_all_requests", Kind.USED),
+    Need(CORE, "Scheduler", Kind.USED),
+)
 
 NEEDS = (
     STEP,
@@ -36,7 +42,9 @@ NEEDS = (
     Need(CORE, "EngineCore.scheduler", Kind.VALUE),
     Need(CORE, "EngineCore.config", Kind.VALUE),
     Need(CORE, "EngineCore._closed", Kind.VALUE),
-    Need(SCHEDULER, "Scheduler.running", Kind.VALUE),
+    *CALLED,
+    Need(SCHEDULER, "Scheduler", Kind.CLASS, attachable=True),
+    Need(SCHEDULER, "Scheduler.running", Kind.VALUE, made_by=("dict", "OrderedDict")),
     Need(SCHEDULER, "Scheduler._stream", Kind.VALUE),
     Need(SCHEDULER, "Scheduler.has_requests", Kind.SYNC, ()),
 )

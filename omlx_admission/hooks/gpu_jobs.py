@@ -26,7 +26,16 @@ RERANKER = "omlx.models.reranker"
 DFLASH = "omlx.engine.dflash"
 DIFFUSION = "mlx_vlm.generate.diffusion"
 
-EXECUTOR = Need(CORE, "get_mlx_executor", Kind.SYNC, (), exact=True)
+EXECUTOR = Need(
+    CORE,
+    "get_mlx_executor",
+    Kind.SYNC,
+    (),
+    exact=True,
+    returns=("concurrent.futures.ThreadPoolExecutor", "ThreadPoolExecutor"),
+)
+#: Where the executor is kept once it is there.
+EXECUTOR_VALUE = Need(CORE, "_global_mlx_executor", Kind.VALUE)
 
 
 @dataclass(frozen=True)

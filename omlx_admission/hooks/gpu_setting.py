@@ -25,8 +25,24 @@ KEY = "serialize_engine_gpu"
 VARIABLE = "OMLX_SERIALIZE_ENGINE_GPU"
 
 NEEDS = (
-    Need(MODULE, "SchedulerSettings.from_dict", Kind.SYNC, ("data",)),
-    Need(MODULE, "SchedulerSettings.to_dict", Kind.SYNC, ()),
+    Need(MODULE, "SchedulerSettings", Kind.CLASS, attachable=True),
+    Need(
+        MODULE,
+        "SchedulerSettings.from_dict",
+        Kind.SYNC,
+        ("data",),
+        returns=("SchedulerSettings", "Self"),
+        decorators=("classmethod",),
+    ),
+    Need(
+        MODULE,
+        "SchedulerSettings.to_dict",
+        Kind.SYNC,
+        (),
+        returns=("dict[str, Any]", "dict[str, object]", "dict", "Dict[str, Any]"),
+    ),
+    Need(MODULE, "from_dict", Kind.USED),
+    Need(MODULE, "to_dict", Kind.USED),
 )
 #: A release that knows the key itself needs none of this.
 NATIVE = (Need(MODULE, f"SchedulerSettings.{KEY}", Kind.VALUE),)

@@ -38,9 +38,14 @@ FAULT_NEEDS = (
     gpu_engine.STOP,
     gpu_jobs.EXECUTOR,
     Need(gpu_engine.CORE, "EngineCore.scheduler", Kind.VALUE),
+    *gpu_engine.CALLED,
+    gpu_jobs.EXECUTOR_VALUE,
     Need(gpu_engine.CORE, "EngineCore._reap_orphaned_collectors", Kind.SYNC, ("now",)),
+    Need(gpu_engine.CORE, "_reap_orphaned_collectors", Kind.USED),
     Need(gpu_engine.SCHEDULER, "Scheduler.waiting", Kind.VALUE),
-    Need(gpu_engine.SCHEDULER, "Scheduler.running", Kind.VALUE),
+    Need(
+        gpu_engine.SCHEDULER, "Scheduler.running", Kind.VALUE, made_by=("dict", "OrderedDict")
+    ),
 )
 EXPOSURE_NEEDS = (
     *FAULT_NEEDS,

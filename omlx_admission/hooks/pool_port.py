@@ -13,10 +13,25 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from omlx_admission.hooks import resident
+from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.pool_state import DRAIN_REASON, drains_for_us, state_of
 from omlx_admission.policy.model import ModelView, PoolView, Target
 from omlx_admission.runtime.port import Ask
 from omlx_admission.runtime.refusal import Refusal
+
+#: What :meth:`OmlxPool.view` reads.
+VIEW_NEEDS = (
+    Need(resident.POOL, "EnginePool._current_model_memory", Kind.VALUE),
+    Need(resident.POOL, "EnginePool._current_ceiling", Kind.SYNC, ()),
+    Need(resident.POOL, "EnginePool._fallback_admission_ceiling", Kind.SYNC, (), optional=True),
+    Need(
+        resident.POOL, "EnginePool._entry_resident_size", Kind.SYNC, ("entry",), optional=True
+    ),
+    Need(resident.POOL, "EngineEntry.estimated_size", Kind.VALUE),
+    Need(resident.POOL, "mx", Kind.NAME),
+    Need(resident.POOL, "get_phys_footprint", Kind.NAME),
+    Need("omlx.engine.base", "BaseEngine.has_active_requests", Kind.SYNC, ()),
+)
 
 #: Victims that the load of the current task has planned; read by the wrapper of
 #: ``_find_lru_victim``, which stock calls from within that load.

@@ -6,10 +6,23 @@ import inspect
 import sys
 from typing import Any
 
-from omlx_admission.hooks import errors, faults, holding, kinds, pending, resident
+from omlx_admission.hooks import (
+    errors,
+    exceptions,
+    faults,
+    holding,
+    kinds,
+    pending,
+    resident,
+)
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.hooks.pool_port import OmlxPool, admission_refused, planned_victims
+from omlx_admission.hooks.pool_port import (
+    VIEW_NEEDS,
+    OmlxPool,
+    admission_refused,
+    planned_victims,
+)
 from omlx_admission.hooks.pool_state import PoolState, state_of
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.admission import Admission, QueueBroken
@@ -19,18 +32,44 @@ from omlx_admission.settings import Settings
 POOL = resident.POOL
 SERVER = "omlx.server"
 UVICORN = "uvicorn.server"
-_EXCEPTIONS = "omlx.exceptions"
 
 NEEDS = (
     resident.GET_ENGINE,
     resident.UNLOAD,
-    Need(POOL, "EnginePool._entries", Kind.VALUE),
-    Need(POOL, "EnginePool._lock", Kind.VALUE),
-    Need(POOL, "EnginePool._current_model_memory", Kind.VALUE),
-    Need(POOL, "EnginePool._current_ceiling", Kind.SYNC),
-    Need(POOL, "EnginePool._find_lru_victim", Kind.SYNC),
+    resident.CLASS,
+    resident.ENTRIES,
+    resident.LOCK,
+    *VIEW_NEEDS,
+    Need(POOL, "EnginePool._settings_manager", Kind.VALUE),
+    Need(
+        POOL, "EnginePool._find_lru_victim", Kind.SYNC, returns=("str | None", "Optional[str]")
+    ),
+    Need(POOL, "_find_lru_victim", Kind.USED),
     Need(POOL, "EnginePool._load_engine", Kind.ASYNC),
-    Need(POOL, "EnginePool.release_engine", Kind.ASYNC, ("model_id",), exact=True),
+    Need(POOL, "VLMBatchedEngine", Kind.NAME),
+    Need(
+        POOL,
+        "EnginePool._entry_runtime_resident_size",
+        Kind.SYNC,
+        ("entry", "runtime_settings", "*", "base_size"),
+        optional=True,
+    ),
+    Need(
+        POOL,
+        "EnginePool._distributed_deployment_for_entry",
+        Kind.SYNC,
+        ("entry",),
+        optional=True,
+    ),
+    Need(
+        POOL,
+        "EnginePool._ceiling_binding_and_advice",
+        Kind.SYNC,
+        ("*", "ceiling", "current", "tail"),
+        optional=True,
+    ),
+    *resident.RELEASE,
+    *resident.SERVED,
     Need(POOL, "EnginePool.shutdown", Kind.ASYNC),
     Need(POOL, "EnginePool.discover_models", Kind.SYNC),
     Need(
@@ -55,18 +94,11 @@ NEEDS = (
     ),
     *resident.ENTRY,
     *pending.NEEDS,
-    *(
-        Need(_EXCEPTIONS, name, Kind.CLASS)
-        for name in (
-            "InsufficientMemoryError",
-            "ModelBusyError",
-            "ModelLoadingError",
-            "ModelNotFoundError",
-            "ModelTooLargeError",
-            "ModelUnavailableError",
-            "SchedulerQueueFullError",
-        )
-    ),
+    Need(POOL, "EngineEntry.engine_type", Kind.VALUE),
+    *exceptions.RAISED,
+    # What stock says by these is what the queue waits for.
+    Need(POOL, "InsufficientMemoryError", Kind.USED),
+    Need(POOL, "ModelBusyError", Kind.USED),
 )
 
 

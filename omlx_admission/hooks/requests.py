@@ -10,7 +10,7 @@ from omlx_admission.runtime.request import RequestMiddleware
 
 SERVER = "omlx.server"
 
-NEEDS = (Need(SERVER, "app", Kind.VALUE),)
+NEEDS = (Need(SERVER, "app", Kind.VALUE, made_by=()),)
 
 
 def apply(module: Any, ledger: Ledger) -> None:

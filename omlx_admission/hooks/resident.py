@@ -24,10 +24,44 @@ GET_ENGINE = Need(
     POOL,
     "EnginePool.get_engine",
     Kind.ASYNC,
-    ("model_id", "force_lm", "_lease", "runtime_settings"),
+    ("model_id", "force_lm=False", "_lease=False", "runtime_settings=None"),
     exact=True,
 )
-UNLOAD = Need(POOL, "EnginePool._unload_engine", Kind.ASYNC, ("model_id",), exact=True)
+UNLOAD = Need(
+    POOL, "EnginePool._unload_engine", Kind.ASYNC, ("model_id",), exact=True, returns=("None",)
+)
+RELEASE = (
+    Need(
+        POOL,
+        "EnginePool.release_engine",
+        Kind.ASYNC,
+        ("model_id",),
+        exact=True,
+        returns=("None",),
+    ),
+    # Not in 0.5.0.
+    Need(
+        POOL,
+        "EnginePool._release_engine_lease",
+        Kind.ASYNC,
+        ("model_id",),
+        exact=True,
+        returns=("None",),
+        optional=True,
+    ),
+)
+#: What is kept per pool is attached to it.
+CLASS = Need(POOL, "EnginePool", Kind.CLASS, attachable=True)
+ENTRIES = Need(POOL, "EnginePool._entries", Kind.VALUE, made_by=("dict", "OrderedDict"))
+LOCK = Need(POOL, "EnginePool._lock", Kind.VALUE, made_by=("asyncio.Lock",))
+#: Wrappers meet a request only where the server asks the pool's own class.
+SERVED = (
+    Need("omlx.server", "EnginePool", Kind.USED),
+    Need("omlx.server", "get_engine", Kind.USED),
+    Need("omlx.server", "release_engine", Kind.USED),
+    Need(POOL, "_load_engine", Kind.USED),
+    Need(POOL, "_unload_engine", Kind.USED),
+)
 ENTRY = tuple(
     Need(POOL, f"EngineEntry.{name}", Kind.VALUE)
     for name in (
@@ -44,9 +78,12 @@ ENTRY = tuple(
 NEEDS = (
     GET_ENGINE,
     UNLOAD,
-    Need(POOL, "EnginePool._entries", Kind.VALUE),
-    Need(POOL, "EnginePool._lock", Kind.VALUE),
+    CLASS,
+    ENTRIES,
+    LOCK,
     Need(POOL, "EnginePool._settings_manager", Kind.VALUE),
+    # A forced text load replaces a vision engine, and is told by its class.
+    Need(POOL, "VLMBatchedEngine", Kind.NAME),
     Need(
         POOL,
         "EnginePool._engine_runtime_signature",
@@ -54,8 +91,9 @@ NEEDS = (
         ("model_id", "runtime_settings"),
     ),
     Need(POOL, "EnginePool._validate_llm_engine_ready", Kind.SYNC, ("model_id", "engine")),
-    Need(POOL, "EnginePool.release_engine", Kind.ASYNC, ("model_id",), exact=True),
+    *RELEASE,
     Need(POOL, "EnginePool._unload_pending_if_idle_locked", Kind.ASYNC, ("model_id",)),
+    *SERVED,
     *ENTRY,
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 from omlx_admission.hooks import faults, resident, surface_sections
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.hooks.pool_port import OmlxPool
+from omlx_admission.hooks.pool_port import VIEW_NEEDS, OmlxPool
 from omlx_admission.hooks.pool_state import state_of
 from omlx_admission.policy.estimates import Estimates
 from omlx_admission.runtime import observe
@@ -24,14 +24,15 @@ SERVER = "omlx.server"
 
 NEEDS = (
     resident.UNLOAD,
-    Need(POOL, "EnginePool._load_engine", Kind.ASYNC),
-    Need(POOL, "EnginePool._entries", Kind.VALUE),
-    Need(POOL, "EnginePool._current_model_memory", Kind.VALUE),
-    Need(POOL, "EnginePool._current_ceiling", Kind.SYNC),
+    Need(POOL, "EnginePool._load_engine", Kind.ASYNC, ("model_id",), returns=("None",)),
+    resident.CLASS,
+    resident.ENTRIES,
+    *VIEW_NEEDS,
     *resident.ENTRY,
-    Need(SERVER, "app", Kind.VALUE),
-    Need(SERVER, "security", Kind.VALUE),
-    Need(SERVER, "_server_state", Kind.VALUE),
+    Need(SERVER, "app", Kind.VALUE, made_by=()),
+    Need(SERVER, "security", Kind.VALUE, made_by=()),
+    Need(SERVER, "_server_state", Kind.VALUE, made_by=()),
+    Need(SERVER, "ServerState.engine_pool", Kind.VALUE),
     Need(SERVER, "init_server", Kind.SYNC),
     Need(SERVER, "verify_api_key", Kind.ASYNC, ("request", "credentials"), exact=True),
 )
