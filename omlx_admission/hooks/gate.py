@@ -72,7 +72,7 @@ def find(source: Path | None = None) -> Found:
 def _read_version(root: Path) -> str | None:
     """The release as ``_version.py`` gives it in plain text; None where it computes it."""
     try:
-        tree = ast.parse((root / "_version.py").read_bytes())
+        tree = parse((root / "_version.py").read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     meanings = resolve(tree, "__version__")
@@ -171,9 +171,14 @@ class Source:
     def _tree(self, module: str) -> ast.Module | str:
         if module not in self._trees:
             try:
-                self._trees[module] = ast.parse(self.read(module))
+                self._trees[module] = parse(self.read(module))
             except OSError:
                 self._trees[module] = f"{module} is missing"
             except (SyntaxError, ValueError, RecursionError, MemoryError):
                 self._trees[module] = f"{module} cannot be parsed"
         return self._trees[module]
+
+
+def parse(source: bytes) -> ast.Module:
+    """The syntax tree of one file."""
+    return ast.parse(source)

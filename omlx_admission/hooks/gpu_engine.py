@@ -27,11 +27,11 @@ FAIL_ALL = Need(SCHEDULER, "Scheduler.fail_all_requests", Kind.SYNC, ())
 VISION = Need(VLM, "VLMBatchedEngine._process_chat_messages", Kind.SYNC)
 STOP = Need(CORE, "EngineCore.stop", Kind.ASYNC, ())
 CLOSE = Need(CORE, "EngineCore.close", Kind.SYNC, ())
+SCHEDULER_VALUE = Need(CORE, "EngineCore.scheduler", Kind.VALUE, made_by=("Scheduler",))
 #: The engine's loop still goes through what is wrapped.
 CALLED = (
     Need(CORE, "_step_burst", Kind.USED),
     Need(CORE, "fail_all_requests", Kind.USED),
-    Need(CORE, "Scheduler", Kind.USED),
 )
 
 NEEDS = (
@@ -39,7 +39,7 @@ NEEDS = (
     FAIL_ALL,
     STOP,
     CLOSE,
-    Need(CORE, "EngineCore.scheduler", Kind.VALUE),
+    SCHEDULER_VALUE,
     Need(CORE, "EngineCore.config", Kind.VALUE),
     Need(CORE, "EngineCore._closed", Kind.VALUE),
     *CALLED,

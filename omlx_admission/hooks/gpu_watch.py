@@ -37,7 +37,7 @@ FAULT_NEEDS = (
     gpu_engine.CLOSE,
     gpu_engine.STOP,
     gpu_jobs.EXECUTOR,
-    Need(gpu_engine.CORE, "EngineCore.scheduler", Kind.VALUE),
+    gpu_engine.SCHEDULER_VALUE,
     *gpu_engine.CALLED,
     gpu_jobs.EXECUTOR_VALUE,
     Need(gpu_engine.CORE, "EngineCore._reap_orphaned_collectors", Kind.SYNC, ("now",)),

@@ -39,6 +39,7 @@ class Need:
         bases: a CLASS has to have exactly these bases, by the last part of their names.
         attachable: a CLASS has to allow attributes that it does not define.
         awaits: a coroutine function awaits nothing but calls of functions with these names.
+        generator: the function yields; without it, it must not.
         optional: a release without the name is fine; one that has it has it in this shape.
     """
 
@@ -53,6 +54,7 @@ class Need:
     bases: tuple[str, ...] | None = None
     attachable: bool = False
     awaits: tuple[str, ...] | None = None
+    generator: bool = False
     optional: bool = False
 
     def __str__(self) -> str:

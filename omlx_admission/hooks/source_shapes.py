@@ -60,8 +60,9 @@ def _function_problem(need: Need, node: ast.FunctionDef | ast.AsyncFunctionDef) 
     for wanted in need.decorators:
         if wanted not in present:
             return f"{need} is no {wanted}"
-    if any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in own_nodes(node)):
-        return f"{need} is a generator, expected a {need.kind.value}"
+    yields = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in own_nodes(node))
+    if yields is not need.generator:
+        return f"{need} is {'a' if yields else 'no'} generator"
     if need.returns is not None and node.returns is not None:
         actual = ast.unparse(node.returns).strip("'\"")
         if actual not in need.returns:

@@ -23,6 +23,7 @@ NEEDS = (
         "_with_sse_keepalive",
         Kind.ASYNC,
         ("generator", "http_request", "interval"),
+        generator=True,
     ),
 )
 

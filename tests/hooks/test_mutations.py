@@ -1,0 +1,122 @@
+"""Drift: what oMLX may change, and what the gate says to it.
+
+A sample of ``benchmarks.mutations`` with every kind of change in it; the command runs
+them all, and whole servers on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.mutations import suite
+from benchmarks.mutations.model import Mutation
+from omlx_admission.hooks import gate, install
+from omlx_admission.hooks.install import State
+
+COUNT = 220
+
+
+@pytest.fixture(scope="module")
+def mutations(omlx_found: gate.Found) -> list[Mutation]:
+    return suite.generate(omlx_found.root)
+
+
+@pytest.fixture(scope="module")
+def checkout(omlx_found: gate.Found) -> Iterator[suite.Checkout]:
+    with suite.checkout(omlx_found.root) as made, suite.quick_judging():
+        yield made
+
+
+def test_exactly_what_needs_the_changed_thing_is_off(
+    mutations: list[Mutation], checkout: suite.Checkout
+) -> None:
+    chosen = suite.sample(mutations, COUNT)
+    assert len(chosen) >= 200
+    assert {m.kind for m in chosen} == {m.kind for m in mutations}
+    wrong = []
+    for mutation in chosen:
+        with checkout.changed(mutation) as source:
+            outcome, _ = suite.judge(source, mutation)
+        wrong += [f"{mutation.name}: {text}" for text in outcome.wrong]
+    assert wrong == []
+
+
+def test_the_checkout_is_as_it_was_between_two_mutations(
+    mutations: list[Mutation], checkout: suite.Checkout
+) -> None:
+    module = next(m for m in mutations if m.kind == "module made a package that passes on")
+    with checkout.changed(module):
+        pass
+    states = {v.state for v in install.decide(checkout.source, suite.SETTINGS).verdicts}
+    assert states == {State.READY}
+    left = {p.relative_to(checkout.root) for p in checkout.root.rglob("*.py")}
+    assert left == {p.relative_to(checkout.original) for p in checkout.original.rglob("*.py")}
+
+
+@pytest.mark.parametrize(
+    ("piece", "kind", "target"),
+    [
+        ("shape_problem", "decorated by property", "omlx.engine_pool:EnginePool.get_engine"),
+        ("holder_problem", "class decorated", "omlx.engine_pool:EngineEntry"),
+    ],
+)
+def test_a_gate_that_overlooks_is_found_out(
+    piece: str,
+    kind: str,
+    target: str,
+    mutations: list[Mutation],
+    checkout: suite.Checkout,
+    mocker: Any,
+) -> None:
+    mutation = next(m for m in mutations if (m.kind, m.target) == (kind, target))
+    with checkout.changed(mutation) as source:
+        assert suite.judge(source, mutation)[0].good
+        mocker.patch.object(gate, piece, return_value=None)
+        assert not suite.judge(source, mutation)[0].good
+
+
+class TestWhereItIsNow:
+    """A name that another module has: the reason says which."""
+
+    @pytest.fixture
+    def said(self, checkout: suite.Checkout, mutations: list[Mutation]) -> Any:
+        def reasons(kind: str, target: str, feature: str) -> str:
+            mutation = next(m for m in mutations if (m.kind, m.target) == (kind, target))
+            with checkout.changed(mutation) as source:
+                verdict = install.decide(source, suite.SETTINGS).verdict(feature)
+            assert verdict.state is State.REFUSED
+            return "; ".join(verdict.reasons)
+
+        return reasons
+
+    def test_a_module(self, said: Any) -> None:
+        reasons = said("module moved", "omlx.engine_pool", "queue")
+        assert "omlx.engine_pool is missing; EnginePool is in omlx.engine_pool_v2" in reasons
+
+    def test_a_class(self, said: Any) -> None:
+        reasons = said("moved, and imported back", "omlx.engine_pool:EnginePool", "resident")
+        assert "EnginePool is in omlx.engine_pool_moved" in reasons
+
+    def test_a_method_in_a_new_base(self, said: Any) -> None:
+        name = "EnginePool._find_lru_victim"
+        reasons = said("inherited from a new base", f"omlx.engine_pool:{name}", "queue")
+        assert f"{name} is missing; _find_lru_victim is in" in reasons
+        assert "omlx.engine_pool:_EnginePoolBase" in reasons
+
+    def test_nothing_is_said_of_a_name_that_is_nowhere(self, said: Any) -> None:
+        name = "omlx.engine_pool:EnginePool._find_lru_victim"
+        reasons = said("renamed everywhere", name, "queue")
+        assert f"{name} is missing" in reasons and " is in " not in reasons
+
+
+def test_a_package_without_its_pool_is_an_omlx_still(tmp_path: Path) -> None:
+    package = tmp_path / "omlx"
+    package.mkdir()
+    (package / "_version.py").write_text('__version__ = "0.7.0"\n')
+    report = install.decide(tmp_path, suite.SETTINGS)
+    assert report.found is not None
+    assert report.verdict("queue").reasons[0] == "omlx.engine_pool is missing"
