@@ -1,16 +1,20 @@
-"""Long runs on a whole server: ``python -m benchmarks.soak limit|swaps [--omlx-src DIR]``.
+"""Long runs: ``python -m benchmarks.soak limit|swaps|rounds [--omlx-src DIR]``.
 
 ``limit``: five models, five requests at once, at most two models loaded or loading
 at any instant. ``swaps``: room for one of three models, two clients a model, random
-disconnects, one model whose load fails. Both end with a non-zero status where a
-promise was broken.
+disconnects, one model whose load fails. ``rounds``: hand-outs against evictions for
+each kind of engine, see :mod:`benchmarks.rounds`. All end with a non-zero status where
+a promise was broken.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +28,16 @@ import httpx
 from omlx_admission import standin
 from omlx_admission.standin import tinymodels
 from omlx_admission.surfaces.demo.client import Client
-from omlx_admission.surfaces.demo.server import Server
+from omlx_admission.surfaces.demo.server import Server, variables_for
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+#: Kinds of engines that run without a GPU, and what makes a tiny model of each.
+MAKERS = {
+    "text": tinymodels.make_text_model,
+    "embedder": tinymodels.make_embedder,
+    "reranker": tinymodels.make_reranker,
+}
 
 #: Seconds between two looks at what is loaded.
 _SAMPLE_S = 0.01
@@ -127,10 +140,42 @@ def _leftovers(status: Any) -> list[str]:
     return left
 
 
+def rounds(options: argparse.Namespace, root: Path) -> list[str]:
+    """What was broken of the rounds of each kind of engine, in a process of its own each."""
+    broken = []
+    for kind, make in MAKERS.items():
+        folder = root / kind
+        make(folder, name="a", seed=1)
+        for seed, name in enumerate("bd", start=2):
+            tinymodels.make_text_model(folder, name=name, seed=seed)
+        variables = variables_for(root, options.omlx_src)
+        variables["PYTHONPATH"] += os.pathsep + str(_REPOSITORY)
+        # Every eviction that is possible happens: nobody has to wait to be old enough.
+        variables |= {"OMLX_ADMISSION_MAX_AGE_S": "0", "OMLX_ADMISSION_LINGER_S": "0"}
+        command = [options.omlx_python, "-m", "benchmarks.rounds", kind, str(folder)]
+        command += [str(options.rounds), str(options.seed)]
+        log = root / f"{kind}.log"
+        with log.open("wb") as output:
+            run = subprocess.run(
+                command, env=variables, stdout=subprocess.PIPE, stderr=output, check=False
+            )
+        if run.returncode:
+            tail = log.read_text("utf-8", "replace").splitlines()[-1:]
+            broken.append(f"{kind}: exit status {run.returncode}: {' '.join(tail)}")
+            continue
+        found = json.loads(run.stdout)
+        problems = found.pop("problems")
+        print(", ".join(f"{k}: {v}" for k, v in found.items()), flush=True)
+        broken += [f"{kind}: {problem}" for problem in problems]
+        if "admission: " in (text := log.read_text("utf-8", "replace")):
+            broken += [f"{kind}: {line}" for line in text.splitlines() if " failed" in line]
+    return broken
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; 1 where something was broken."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.add_argument("what", choices=("limit", "swaps"))
+    parser.add_argument("what", choices=("limit", "swaps", "rounds"))
     parser.add_argument("--omlx-src", type=Path, default=standin.PATH, metavar="DIR")
     parser.add_argument("--omlx-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--rounds", type=int, default=200)
@@ -139,6 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
+        if arguments.what == "rounds":
+            return _report(rounds(arguments, root))
         counted = 300_000_000 if arguments.what == "limit" else 1_650_000_000
         for seed, name in enumerate("abcde" if arguments.what == "limit" else "abc"):
             tinymodels.make_text_model(
@@ -159,7 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 broken = asyncio.run(limit(server, arguments.rounds, 2))
             else:
                 broken = asyncio.run(swaps(server, arguments.seconds, arguments.seed))
-    for line in broken:
+    return _report(broken)
+
+
+def _report(broken: list[str]) -> int:
+    for line in broken[:20]:
         print(f"BROKEN: {line}")
     return int(bool(broken))
 

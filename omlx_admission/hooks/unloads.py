@@ -62,6 +62,11 @@ _must_happen: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "omlx_admission_unload_must_happen", default=False
 )
 
+#: Set while one of us tears down: what stock calls within has waited already.
+_waited: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "omlx_admission_unload_waited", default=False
+)
+
 
 @dataclass(slots=True)
 class _Errand:
@@ -131,6 +136,8 @@ def _errand(pool: Any, model: str) -> _Errand | None:
     asked_in, admission = requests.current.get(), state.admission
     if asked_in is None or admission is None or admission.broken or admission.closing:
         return None
+    if _waited.get():
+        return None
     holding.let_go(model)  # a benchmark that unloads its model does not wait for itself
     port, entry = admission.port, pool._entries.get(model)
     assert isinstance(port, OmlxPool)
@@ -184,9 +191,11 @@ async def _carry_out(errand: _Errand, teardown: Callable[[], Awaitable[Any]]) ->
         if _gone(errand):
             return None
         leave.tearing_down = True
+        token = _waited.set(True)
         try:
             return await teardown()
         finally:
+            _waited.reset(token)
             leave.tearing_down = False
     finally:
         leave.askers -= 1
@@ -300,7 +309,10 @@ async def change_model_dirs(wrapped: Any, _module: Any, args: Any, kwargs: Any) 
 
 
 async def _clear(pool: Any, state: PoolState) -> None:
-    """Let loads end, then unload all models side by side, each when it is at rest."""
+    """Let loads end, then unload side by side what is in use, each when it is at rest.
+
+    What is idle serves on until stock unloads it: that takes no time.
+    """
     assert state.admission is not None
     request = requests.current.get()
     loop = asyncio.get_running_loop()

@@ -66,6 +66,14 @@ def too_large_text(ask: Ask, view: PoolView) -> str:
             f"Model '{ask.target.model}' cannot be loaded: all {view.max_models} places are "
             f"held by pinned models"
         )
+    group = view.exclusive.get(ask.target.model)
+    rivals = [m.model for m in pinned if group and view.exclusive.get(m.model) == group]
+    if rivals:
+        return (
+            f"Model '{ask.target.model}' cannot be loaded beside '{rivals[0]}', which is "
+            f"pinned: of models with {group} on, only one can be loaded. No wait can change "
+            f"that: unpin '{rivals[0]}', or switch {group} off for one of them."
+        )
     if pinned:
         names = ", ".join(f"'{m.model}' ({_gb(m.size)})" for m in pinned)
         text += f", of which pinned models hold {names}"

@@ -414,6 +414,29 @@ def test_a_benchmark_that_outlives_its_request_waits_too(make_house: Make) -> No
     run(test)
 
 
+def test_a_benchmark_that_unloads_its_own_model_does_not_wait_for_itself(
+    make_house: Make,
+) -> None:
+    async def test() -> None:
+        house = make_house(max_wait_s=5.0)
+        background: list[asyncio.Task[Any]] = []
+
+        async def job() -> None:
+            await house.get("a", lease=False)
+            assert house.entry("a").in_use == 1
+            await house.pool._unload_engine("a")
+
+        async def start() -> None:
+            background.append(asyncio.get_running_loop().create_task(job()))
+
+        await ByHand(start, path="/admin/api/bench/start").task
+        await background[0]
+        assert house.resident() == set()
+        house.assert_idle()
+
+    run(test)
+
+
 def test_outside_of_requests_and_at_shutdown_stock_unloads(make_house: Make) -> None:
     async def test() -> None:
         house = make_house()
