@@ -122,6 +122,9 @@ class AdmissionPolicy(Schedule):
         """A request of ``model`` ended: if it is idle now, it is idle since now."""
         self._latest = max(self._latest, now)
         self.linger.idle(model, now)
+        if model not in self._marked:
+            # It takes requests again: nobody can tell which one has ended.
+            self.busy_since.pop(model, None)
 
     def load_succeeded(self, target: Target, now: float) -> tuple[Waiter, ...]:
         """``target`` is resident: all its waiters are granted in this step.
@@ -168,9 +171,11 @@ class AdmissionPolicy(Schedule):
         actions: list[Action] = []
         self.linger.observe(view, now)
         self._marked &= view.models.keys()  # whoever left memory took its mark along
-        for known in (self.loaded_at, self.spared_until):
+        for known in (self.loaded_at, self.spared_until, self.busy_since):
             for gone in known.keys() - view.models.keys():
                 del known[gone]
+        for name in [m for m in self.busy_since if not view.models[m].busy]:
+            del self.busy_since[name]
         self._refuse_hopeless(view, actions)
         self._review_swap(view, now, actions)
         if self.swap is None:
@@ -270,7 +275,7 @@ class AdmissionPolicy(Schedule):
                 continue
             if wish.kind is PlanKind.DRAIN:
                 self.swap = Swap(target, queue.head.size, wish.victims, now, "age")
-                self._drain(wish, actions)
+                self._drain(wish, now, actions)
                 return
             if (
                 queue.settling_since is not None
@@ -278,12 +283,14 @@ class AdmissionPolicy(Schedule):
             ):
                 return  # its room is on its way: nobody takes it
 
-    def _drain(self, wish: Plan, actions: list[Action]) -> None:
+    def _drain(self, wish: Plan, now: float, actions: list[Action]) -> None:
         assert self.swap is not None
         self.swap.victims = wish.victims
         fresh = tuple(m for m in wish.busy if m not in self._marked)
         if fresh:
             self._marked.update(fresh)
+            for model in fresh:
+                self.busy_since.setdefault(model, now)
             actions.append(Drain(fresh, self.swap.target))
 
     def _load(self, swap: Swap, view: PoolView, now: float, actions: list[Action]) -> None:
@@ -308,7 +315,7 @@ class AdmissionPolicy(Schedule):
             swap.victims = wish.victims
             self._load(swap, view, now, actions)
         elif wish.kind is PlanKind.DRAIN:
-            self._drain(wish, actions)
+            self._drain(wish, now, actions)
 
     def _load_beside_drain(self, view: PoolView, now: float, actions: list[Action]) -> None:
         """While a drain goes on, load what leaves it, and the swap after it, untouched."""

@@ -28,7 +28,9 @@ def served_in(
             free_at = max(free_at, now + max(swap - took, took / 2 if took > swap else 0))
         else:
             drain = max((schedule.estimates.drain(v) for v in load.victims), default=0.0)
-            took = now - load.started
+            # What runs may have outlived drains that were withdrawn before this one.
+            began = (schedule.busy_since.get(v, load.started) for v in load.victims)
+            took = now - min(began, default=load.started)
             drain = max(drain - took, took / 2 if took > drain else 0)
             free_at = max(free_at, now + drain + swap)
         if load.target == target:

@@ -23,6 +23,9 @@ class Schedule:
         queues: who waits, by target.
         loaded_at: when each model in memory was loaded, where that was seen.
         spared_until: models whose drain was given up, and until when they are left alone.
+        busy_since: models that were told to drain, and since when, while what ran then may
+            still run; a drain that is withdrawn, because nobody waits any more, changes
+            nothing in that.
     """
 
     def __init__(self, dials: Dials | None = None, estimates: Estimates | None = None) -> None:
@@ -33,6 +36,7 @@ class Schedule:
         self.queues = Queues()
         self.loaded_at: dict[str, float] = {}
         self.spared_until: dict[str, float] = {}
+        self.busy_since: dict[str, float] = {}
         self.linger = Linger(self._linger_of)
         self._marked: set[str] = set()
         self._sizes: dict[str, int] = {}

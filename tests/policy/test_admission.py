@@ -444,6 +444,31 @@ class TestForecast:
         world.end_unload("A")
         assert self.seconds(world, A) == pytest.approx(30.0)
 
+    @pytest.mark.parametrize("other", [False, True])
+    def test_what_has_outlived_a_drain_is_expected_to_run_on(self, other: bool) -> None:
+        """Nobody waits for a while, and the same request still runs: it is a long one."""
+        world = house()
+        world.arrive(A)
+        first = world.arrive(B, 160.0)
+        at(world, 140.0)
+        assert world.policy.gated == {"A"}
+        at(world, 160.0)
+        world.leave(first, Outcome.EXPIRED)
+        assert not world.policy.gated
+        if other:
+            # It serves others too: who ran at the first drain may long be gone.
+            world.finish(world.arrive(A))
+        world.now = 200.0
+        world.arrive(B)
+        at(world, 600.0)
+        assert world.policy.gated == {"A"}
+        swap = world.policy.swap
+        assert swap is not None
+        began = swap.started if other else 140.0
+        assert self.seconds(world, B) == pytest.approx((600.0 - began) / 2 + 10.0)
+        world.finish(world.requests[0])
+        assert world.policy.busy_since == {}
+
     def test_patience_brings_a_client_back_earlier(self) -> None:
         world = house()
         world.arrive(A)
