@@ -103,6 +103,35 @@ def test_bound_methods_and_partials_are_recognised() -> None:
     assert gpu_jobs.recognise(functools.partial(print)) is None
 
 
+def test_a_job_that_omlx_decorates_itself_keeps_its_model() -> None:
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def work(*args: Any) -> Any:
+            return function(*args)
+
+        return work
+
+    class Engine:
+        _model_name = "/models/speaker/"
+
+        @decorated
+        def poll_sync(self) -> None: ...
+
+        def local(self) -> Callable[[], Any]:
+            @decorated
+            def _next_chunk() -> str:
+                return self._model_name
+
+            return _next_chunk
+
+    Engine.poll_sync.__wrapped__.__module__ = "omlx.engine.stt"  # type: ignore[attr-defined]
+    local = Engine().local()
+    local.__wrapped__.__module__ = "omlx.engine.stt"  # type: ignore[attr-defined]
+    for job in (gpu_jobs.recognise(Engine().poll_sync), gpu_jobs.recognise(local)):
+        assert job is not None
+        assert job.name == "speaker"
+
+
 def test_a_cache_clear_goes_on_without_the_turn_rather_than_fail(
     executor: Any, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
