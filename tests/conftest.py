@@ -25,6 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="checkout of a real oMLX to test against as well",
     )
     group.addoption(
+        "--omlx-native",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="checkout with the changes of patches/ in it: the live scenarios run on it "
+        "without this package",
+    )
+    group.addoption(
         "--omlx-python",
         default=None,
         metavar="PATH",
@@ -34,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse a folder that holds no oMLX before anything runs."""
-    for source in config.getoption("--omlx-src"):
-        if not (Path(source) / "omlx" / "engine_pool.py").is_file():
-            raise pytest.UsageError(f"--omlx-src {source}: no omlx/engine_pool.py in it")
+    for option in ("--omlx-src", "--omlx-native"):
+        for source in config.getoption(option):
+            if not (Path(source) / "omlx" / "engine_pool.py").is_file():
+                raise pytest.UsageError(f"{option} {source}: no omlx/engine_pool.py in it")

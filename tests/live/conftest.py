@@ -24,11 +24,15 @@ SIZES = {"a": 1_650_000_000, "b": 1_650_000_000, "d": 300_000_000, "x": 5_000_00
 
 @dataclass(frozen=True)
 class Omlx:
-    """One oMLX to run: its folder, and a Python that can run it (None: this one)."""
+    """One oMLX to run: its folder, and a Python that can run it (None: this one).
+
+    ``native``: the changes of ``patches/`` are in it, and it runs without this package.
+    """
 
     name: str
     source: Path
     python: str | None = None
+    native: bool = False
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -39,6 +43,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found += [
         Omlx(Path(source).name, Path(source), config.getoption("--omlx-python"))
         for source in config.getoption("--omlx-src")
+    ]
+    found += [
+        Omlx(
+            f"{Path(source).name}-native", Path(source), config.getoption("--omlx-python"), True
+        )
+        for source in config.getoption("--omlx-native")
     ]
     metafunc.parametrize("omlx", found, ids=lambda o: o.name, scope="session")
 
