@@ -263,13 +263,20 @@ def load(environ: Mapping[str, str] | None = None) -> tuple[Settings, list[str]]
                 f"{variable.name}={text!r} is not {variable.allowed}; "
                 f"using the default {default_of(variable)}"
             )
+    problems += _unknown(source)
+    return Settings(**values), problems  # type: ignore[arg-type]
+
+
+def _unknown(source: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like one of ours and is none."""
+    problems: list[str] = []
     known = {variable.name for variable in VARIABLES}
     for name in sorted(source):
         if name.startswith("OMLX_ADMISSION_") and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             problems.append(f"{name} is not a variable of this release, ignored{hint}")
-    return Settings(**values), problems  # type: ignore[arg-type]
+    return problems
 
 
 def api_key(environ: Mapping[str, str] | None = None) -> str | None:

@@ -17,6 +17,14 @@ from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.refusal import Refusal, retry_after
 
+#: Present where oMLX does this itself.
+NATIVE = (
+    Need("omlx.admission.errors", "refusal_of", Kind.SYNC),
+    Need("omlx.admission.request", "RequestMiddleware", Kind.CLASS),
+    Need(resident.POOL, "remembers_refusal", Kind.NAME),
+    Need(requests_hook.SERVER, "RequestMiddleware", Kind.NAME),
+)
+
 NEEDS = (
     *requests_hook.NEEDS,
     resident.GET_ENGINE,
@@ -41,13 +49,13 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     request = requests.active()
     if request is None:
         return await wrapped(*args, **kwargs)
-    try:
-        engine = await wrapped(*args, **kwargs)
-    except Exception as error:
-        remember(error)
-        raise
     request.refusal = None
-    return engine
+    try:
+        return await wrapped(*args, **kwargs)
+    except Exception as error:
+        if request.refusal is None:
+            remember(error)
+        raise
 
 
 def remember(error: Exception) -> None:

@@ -56,6 +56,8 @@ class Feature:
     summary: str
     needs: tuple[Need, ...]
     native: tuple[Need, ...] = ()
+    #: Feature that it is a part of: where oMLX has that one itself, this has no place.
+    within: str = ""
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -73,6 +75,7 @@ FEATURES: tuple[Feature, ...] = (
         "queue",
         "requests for other models queue, the busy model drains, then they are served",
         queue.NEEDS,
+        queue.NATIVE,
     ),
     Feature(
         "unloads",
@@ -80,6 +83,7 @@ FEATURES: tuple[Feature, ...] = (
         "unloads",
         "unloads by hand wait for what runs instead of cutting it off (needs the queue)",
         unloads.NEEDS,
+        within="queue",
     ),
     Feature(
         "errors",
@@ -87,6 +91,7 @@ FEATURES: tuple[Feature, ...] = (
         "errors",
         "503 with Retry-After for what passes, 507 for what never fits, on every route",
         errors.NEEDS,
+        errors.NATIVE,
     ),
     Feature(
         "leases",
@@ -94,6 +99,7 @@ FEATURES: tuple[Feature, ...] = (
         "leases",
         "a model handed to a route that takes no lease stays until its request ends",
         resident.LEASE_NEEDS,
+        resident.LEASE_NATIVE,
     ),
     Feature(
         "off_loop_close",
@@ -109,6 +115,8 @@ FEATURES: tuple[Feature, ...] = (
         "enabled",
         "clients that leave while they wait are noticed; X-OMLX-Max-Wait",
         requests.NEEDS,
+        # Ours stays as long as one of those that stand on it is ours.
+        (*queue.NATIVE, *errors.NATIVE, *resident.LEASE_NATIVE),
     ),
     Feature(
         "stream_hold",
@@ -116,6 +124,7 @@ FEATURES: tuple[Feature, ...] = (
         "stream_hold_s",
         "a stream that waits long gets oMLX's keep-alives until its model is there",
         stream_hold.NEEDS,
+        within="queue",
     ),
     Feature(
         "surfaces",
@@ -157,6 +166,12 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 
+
+def _keep(ledger: Ledger, wanted: Wanted) -> None:
+    if wanted.settings.leases:
+        holding.keep_unleased(ledger)
+
+
 #: Innermost wrapper first: the resident path meets a request before the queue,
 #: the queue before stock.
 PARTS: tuple[Part, ...] = (
@@ -179,6 +194,9 @@ PARTS: tuple[Part, ...] = (
         lambda m, ledger, _w: queue.apply_uvicorn(m, ledger),
         optional=True,
     ),
+    # Our hand-outs are kept by us, also where oMLX keeps its own (the feature is native).
+    Part("resident", resident.POOL, lambda _m, ledger, w: _keep(ledger, w)),
+    Part("queue", resident.POOL, lambda _m, ledger, w: _keep(ledger, w)),
     Part("leases", resident.POOL, lambda _m, ledger, _w: holding.keep_unleased(ledger)),
     Part("requests", requests.SERVER, lambda m, ledger, _w: requests.apply(m, ledger)),
     Part(

@@ -78,12 +78,7 @@ SITES: tuple[Site, ...] = (
         "diffusion",
         True,
         "others get their turn between two denoising steps that mlx-vlm reports",
-        Need(
-            gpu_engine.VLM,
-            "VLMBatchedEngine._iter_diffusion_outputs_sync",
-            Kind.SYNC,
-            generator=True,
-        ),
+        Need(gpu_engine.VLM, "VLMBatchedEngine._iter_diffusion_outputs_sync", Kind.SYNC),
     ),
     Site(
         "DFlash",

@@ -75,6 +75,11 @@ def decide(source: Path | None = None, settings: Settings | None = None) -> Repo
     problem = gate.version_problem(found.version)
     code = gate.Source(found)
     verdicts = [_verdict(f, settings, problem, code) for f in FEATURES]
+    native = {v.feature.name for v in verdicts if v.state is State.NATIVE}
+    for verdict in verdicts:
+        if verdict.state is State.READY and verdict.feature.within in native:
+            verdict.state = State.OFF
+            verdict.reasons = [f"it is a part of our '{verdict.feature.within}'"]
     return Report(found, problem, verdicts, settings, problems)
 
 

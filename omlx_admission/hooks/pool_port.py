@@ -14,7 +14,12 @@ from typing import Any
 
 from omlx_admission.hooks import resident
 from omlx_admission.hooks.gate import Kind, Need
-from omlx_admission.hooks.pool_state import DRAIN_REASON, drains_for_us, state_of
+from omlx_admission.hooks.pool_state import (
+    DRAIN_REASON,
+    drains_for_us,
+    state_of,
+    unloading_models,
+)
 from omlx_admission.policy.model import ModelView, PoolView, Target
 from omlx_admission.runtime.port import Ask
 from omlx_admission.runtime.refusal import Refusal
@@ -127,7 +132,7 @@ class OmlxPool:
     def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""
         pool, module = self._pool, self._module
-        unloading = state_of(pool).unloading
+        unloading = unloading_models(pool)
         models = {
             model_id: self._model_view(model_id, entry, model_id in unloading)
             for model_id, entry in list(pool._entries.items())
@@ -202,7 +207,7 @@ class OmlxPool:
             entry is None
             or entry.engine is None
             or entry.is_loading
-            or target.model in state_of(self._pool).unloading
+            or target.model in unloading_models(self._pool)
             or (entry.pending_unload_reason and not drains_for_us(entry))
         ):
             return False
@@ -246,7 +251,7 @@ class OmlxPool:
         return (
             entry is not None
             and entry.engine is engine
-            and model not in state_of(self._pool).unloading
+            and model not in unloading_models(self._pool)
         )
 
     def mark(self, model: str, target: Target) -> None:

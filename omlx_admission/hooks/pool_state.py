@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from omlx_admission.runtime.admission import Admission
@@ -70,6 +71,13 @@ def state_of(pool: Any) -> PoolState:
         state = PoolState()
         setattr(pool, _ATTRIBUTE, state)
     return state
+
+
+def unloading_models(pool: Any) -> Collection[str]:
+    """Models whose teardown runs now: by our marks, and by oMLX's own where it has them."""
+    ours = state_of(pool).unloading
+    theirs = getattr(pool, "_unloading_models", None)
+    return {*ours, *theirs} if theirs else ours
 
 
 def forget(pool: Any) -> None:

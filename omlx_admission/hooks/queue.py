@@ -23,7 +23,7 @@ from omlx_admission.hooks.pool_port import (
     admission_refused,
     planned_victims,
 )
-from omlx_admission.hooks.pool_state import PoolState, state_of
+from omlx_admission.hooks.pool_state import PoolState, state_of, unloading_models
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.admission import Admission, QueueBroken
 from omlx_admission.runtime.port import Ask
@@ -99,6 +99,13 @@ NEEDS = (
     # What stock says by these is what the queue waits for.
     Need(POOL, "InsufficientMemoryError", Kind.USED),
     Need(POOL, "ModelBusyError", Kind.USED),
+)
+
+
+#: Present where oMLX has the queue itself.
+NATIVE = (
+    Need("omlx.admission.queue", "Admission", Kind.CLASS),
+    Need(POOL, "EnginePool._admission", Kind.VALUE),
 )
 
 
@@ -239,7 +246,7 @@ class QueueHooks:
                 and entry.engine is not None
                 and entry.in_use == 0
                 and not entry.is_pinned
-                and victim not in state_of(pool).unloading
+                and victim not in unloading_models(pool)
             ):
                 return victim
         return wrapped(*args, **kwargs)

@@ -108,6 +108,13 @@ NATIVE = (
     Need(POOL, "EnginePool._unloading_models", Kind.VALUE),
 )
 
+LEASE_NATIVE = (
+    Need("omlx.admission.leases", "leased_for_request", Kind.SYNC),
+    Need("omlx.admission.request", "RequestMiddleware", Kind.CLASS),
+    Need(POOL, "leased_for_request", Kind.NAME),
+    Need("omlx.server", "RequestMiddleware", Kind.NAME),
+)
+
 #: Releases from 0.5.3 on give a lease back here; 0.5.0 in ``release_engine``.
 RELEASE_TASK = "_release_engine_lease"
 
@@ -369,9 +376,13 @@ async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     model_id = args[0] if args else kwargs["model_id"]
     holding.let_go(model_id)
     state = state_of(pool)
+    entry = pool._entries.get(model_id)
+    dying = entry.engine if entry is not None else None
     while (teardown := state.unloading.get(model_id)) is not None:
         await teardown.wait()
-    entry = pool._entries.get(model_id)
+        entry = pool._entries.get(model_id)
+        if entry is not None and entry.engine is not None and entry.engine is not dying:
+            return None  # what was to be unloaded is gone; this one came after it
     if entry is None or entry.engine is None:
         return await wrapped(*args, **kwargs)
     done = state.unloading[model_id] = asyncio.Event()

@@ -8,14 +8,19 @@ from omlx_admission.hooks.needs import Kind, Need
 from omlx_admission.hooks.source_names import is_dataclass, last_name, own_nodes
 
 #: Decorators after which a function or class is still what it was.
-_HARMLESS = frozenset({"override", "final", "deprecated"})
-_HARMLESS_ON_CLASS = _HARMLESS | {"dataclass", "runtime_checkable", "total_ordering"}
-
-#: What `patches/gpu-turn` puts round functions that hooks wrap as well: they keep their
-#: names, kinds and parameters.
-_OF_CHANGES = frozenset(
-    f"gpu_turn.{name}" for name in ("ahead", "burst", "clean_up", "one_turn", "vision")
+_HARMLESS = frozenset(
+    {
+        "override",
+        "final",
+        "deprecated",
+        # Of our own changes (`patches/`): they pass on what they are called with.
+        "announced",
+        "leased_for_request",
+        "released_by_request",
+        "remembers_refusal",
+    }
 )
+_HARMLESS_ON_CLASS = _HARMLESS | {"dataclass", "runtime_checkable", "total_ordering"}
 
 
 def shape_problem(need: Need, node: ast.AST) -> str | None:
@@ -60,8 +65,6 @@ def holder_problem(need: Need, node: ast.ClassDef) -> str | None:
 def _function_problem(need: Need, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
     for decorator in node.decorator_list:
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if ast.unparse(called) in _OF_CHANGES:
-            continue
         if last_name(called) not in _HARMLESS | {*need.decorators}:
             return f"{need} is decorated by {ast.unparse(decorator)}"
     present = {last_name(d) for d in node.decorator_list}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import libcst as cst
 
@@ -152,7 +152,31 @@ def insert_before_statement(
 ) -> cst.Module:
     """Put statements before the one in the body of ``name`` whose code is ``statement``."""
     wanted = re.sub(r"\s+", "", statement)
-    return _insert_beside(module, name, code, lambda s: squeezed(s) == wanted, statement, 0)
+    return _insert_beside(module, name, code, lambda s: _bare(s) == wanted, statement, 0)
+
+
+def replace_statement(module: cst.Module, name: str, old: str, new: str) -> cst.Module:
+    """Put other statements in the place of the one in the body of ``name`` that is ``old``."""
+    wanted = re.sub(r"\s+", "", old)
+    fresh = style.statements(new, _depth(name))
+
+    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+        body = _body(node)
+        places = [index for index, statement in enumerate(body) if _bare(statement) == wanted]
+        if len(places) != 1:
+            raise AnchorMissing(f"{name}: {len(places)} times {old}, expected once")
+        at = places[0]
+        fresh[0] = fresh[0].with_changes(leading_lines=getattr(body[at], "leading_lines", []))
+        return _with_body(node, [*body[:at], *fresh, *body[at + 1 :]])
+
+    return change_function(module, name, change)
+
+
+def _bare(statement: cst.CSTNode) -> str:
+    """The code of a statement without the comments above it."""
+    if hasattr(statement, "leading_lines"):
+        statement = statement.with_changes(leading_lines=[])
+    return squeezed(statement)
 
 
 def _insert_beside(
@@ -259,31 +283,41 @@ class _Replacer(cst.CSTTransformer):
         return super().on_leave(original_node, updated_node)
 
 
-def add_import(module: cst.Module, code: str) -> cst.Module:
-    """Add ``from .x import y`` where import sorting wants it; nothing if it is there."""
-    (new,) = style.statements(code, 0)
+def add_import(module: cst.Module, code: str, *, within: str = "") -> cst.Module:
+    """Add ``from .x import y`` where import sorting wants it; nothing if it is there.
+
+    ``within`` is a function that imports late, to which it is added instead.
+    """
+    if not within:
+        return module.with_changes(body=_with_import(list(module.body), code, 0))
+    depth = _depth(within)
+    return change_function(
+        module, within, lambda node: _with_body(node, _with_import(_body(node), code, depth))
+    )
+
+
+def _with_import(body: list[Any], code: str, depth: int) -> list[Any]:
+    (new,) = style.statements(code, depth)
     key = _import_key(new)
     if key is None:
         raise ValueError(f"{code!r} is no relative from-import")
-    body = list(module.body)
-    if any(squeezed(s) == squeezed(new) for s in body):
-        return module
-    first_block: list[int] = []
+    if any(_bare(statement) == squeezed(new) for statement in body):
+        return body
+    keys: dict[int, tuple[int, str]] = {}
     for index, statement in enumerate(body):
-        if _import_key(statement) is not None:
-            first_block.append(index)
-        elif first_block:
+        if (its := _import_key(statement)) is not None:
+            keys[index] = its
+        elif keys:
             break
-    if not first_block:
-        raise AnchorMissing("no relative import at the top")
-    keys = {index: cast(tuple[int, str], _import_key(body[index])) for index in first_block}
-    at = next((i for i in first_block if keys[i] > key), first_block[-1] + 1)
-    if at == first_block[0]:
+    if not keys:
+        raise AnchorMissing("no relative import to put another one beside")
+    first = min(keys)
+    at = next((index for index in keys if keys[index] > key), max(keys) + 1)
+    if at == first:
         # The blank line, or the comment, above the block stays above the block.
-        leading = getattr(body[at], "leading_lines", [])
-        new = new.with_changes(leading_lines=leading)
+        new = new.with_changes(leading_lines=getattr(body[at], "leading_lines", []))
         body[at] = body[at].with_changes(leading_lines=[])
-    return module.with_changes(body=[*body[:at], new, *body[at:]])
+    return [*body[:at], new, *body[at:]]
 
 
 def _import_key(statement: cst.CSTNode) -> tuple[int, str] | None:

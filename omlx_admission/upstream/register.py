@@ -12,7 +12,14 @@ import omlx_admission
 from omlx_admission.upstream.change import Change, Refused
 
 #: Order in which all changes are made: each stands on nothing that comes later.
-ORDER = ("resident-path", "gpu-turn", "submissions-exit")
+ORDER = (
+    "resident-path",
+    "error-mapping",
+    "leases",
+    "drain-queue",
+    "gpu-turn",
+    "submissions-exit",
+)
 
 
 def folder() -> Path:

@@ -7,7 +7,8 @@ matches nothing any more is an error: ours has changed, and the recipe must too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,17 @@ class Recipe:
         keep: top-level definitions and assignments to keep; empty keeps all.
         drop: definitions to leave out: ``name``, ``Class.method`` or an assigned name.
         rewrite: code to look for (a statement or an expression, spaces do not count)
-            and what stands there instead; None leaves a statement out.
+            and what stands there instead; None leaves a statement out. With a scope
+            before it (``Class.method | code``) it is looked for only there.
         drop_calls: calls that are statements of their own, whose function matches this
             pattern, are left out.
         parameters: ``Class.method`` to names of parameters to leave out.
         text: words in names, comments and texts, and what to say instead.
-        prepend: code to put behind the imports.
-        optional: rules (by their text) that may match nothing.
+        drop_elements: elements of a tuple or list that match this pattern are left out.
+        replace: definitions or assigned names, and the code that stands there instead.
+        imports: imports to add.
+        append: a module of ours and a definition in it to put at the end.
+        prepend: code to put behind the imports; names that it defines are not imported.
     """
 
     source: str
@@ -52,7 +57,11 @@ class Recipe:
     rewrite: Mapping[str, str | None] = field(default_factory=dict)
     drop_calls: str = ""
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    drop_elements: str = ""
+    replace: Mapping[str, str] = field(default_factory=dict)
     text: Mapping[str, str] = field(default_factory=dict)
+    imports: str = ""
+    append: tuple[str, str] | None = None
     prepend: str = ""
 
 
@@ -74,12 +83,16 @@ def transplant(recipe: Recipe, modules: Mapping[str, str]) -> str:
         StaleRecipe: a rule matches nothing.
     """
     module = source(recipe.source)
+    if recipe.append is not None:
+        extra = find(source(recipe.append[0]), recipe.append[1])
+        module = module.with_changes(body=[*module.body, extra])
     if recipe.keep:
         module = _keep(module, recipe.keep)
     rewriter = _Rewriter(recipe)
     module = module.visit(rewriter)
     rewriter.check()
-    module = module.with_changes(body=_tidy_imports(module, modules))
+    own = {_name_of(s) for s in cst.parse_module(recipe.prepend).body}
+    module = module.with_changes(body=_tidy_imports(module, modules, recipe.imports, own))
     text = module.code
     for old, new in recipe.text.items():
         if old not in text:
@@ -122,6 +135,29 @@ def as_method(
     if doc is not None:
         body[: docstring_length(body)] = style.statements(f'"""{doc}"""', 1)
     return cst.Module([shell.with_changes(body=node.body.with_changes(body=body))]).code
+
+
+def as_decorator(name: str, definition: str, *, called: str, doc: str) -> str:
+    """One of our wrappers as a decorator of a coroutine method of the pool."""
+    node = find(source(name), definition)
+    rules = {"wrapped(*args, **kwargs)": "method(pool, *args, **kwargs)"}
+    rewriter = _Rewriter(Recipe(name, rewrite=rules))
+    (node,) = cst.Module([node]).visit(rewriter).body  # type: ignore[assignment]
+    rewriter.check()
+    shell = cst.parse_module(
+        f"def {called}(method):\n"
+        f'    """{doc}"""\n\n'
+        "    @functools.wraps(method)\n"
+        "    async def wrapper(pool, *args, **kwargs):\n"
+        "        pass\n\n"
+        "    return wrapper\n"
+    )
+    body = list(node.body.body)
+    inner = find(shell, f"{called}.wrapper")
+    filled = inner.body.with_changes(body=body[docstring_length(body) :])
+    whole = shell.deep_replace(inner.body, filled)
+    assert isinstance(whole, cst.Module)
+    return whole.code
 
 
 class _Rename(cst.CSTTransformer):
@@ -167,28 +203,55 @@ def _keep(module: cst.Module, names: Sequence[str]) -> cst.Module:
     return module.with_changes(body=body)
 
 
+def _plain(code: str) -> str:
+    """Code without comments and space, to compare with."""
+    return re.sub(r"\s+", "", re.sub(r"#[^\n]*", "", code))
+
+
+def _kinds(rule: str) -> list[type[cst.CSTNode]]:
+    """The node types that ``rule`` can match: to print every node would take long."""
+    code = textwrap.dedent(rule.partition("|")[2] if _SCOPED.match(rule) else rule).strip()
+    try:
+        return [type(cst.parse_expression(code))]
+    except cst.ParserSyntaxError:
+        pass
+    try:
+        return [type(cst.parse_statement(code))]
+    except cst.ParserSyntaxError:
+        # A compound statement written in one line.
+        return [cst.If, cst.For, cst.While, cst.With, cst.Try]
+
+
+#: A rule for one scope: ``Class.method | code``.
+_SCOPED = re.compile(r"[\w.]+ \| ")
+
+
 class _Rewriter(cst.CSTTransformer):
     """Applies the rules of one recipe, and knows which of them were of use."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self._recipe = recipe
-        self._rewrite = {re.sub(r"\s+", "", old): new for old, new in recipe.rewrite.items()}
-        self._asked = {re.sub(r"\s+", "", old): old for old in recipe.rewrite}
+        self._rewrite = {_plain(old): new for old, new in recipe.rewrite.items()}
+        self._asked = {_plain(old): old for old in recipe.rewrite}
+        self._kinds = {kind for rule in recipe.rewrite for kind in _kinds(rule)}
         self._drop = set(recipe.drop)
         self._calls = re.compile(recipe.drop_calls) if recipe.drop_calls else None
+        self._elements = re.compile(recipe.drop_elements) if recipe.drop_elements else None
         self._parameters = dict(recipe.parameters)
         self._used: set[str] = set()
-        self._calls_found = False
+        self._calls_found = self._elements_found = False
         self._scope: list[str] = []
 
     def check(self) -> None:
         """Raise where a rule was of no use."""
         unused = [self._asked[rule] for rule in self._rewrite if rule not in self._used]
-        unused += sorted(self._drop - self._used)
+        unused += sorted((self._drop | self._recipe.replace.keys()) - self._used)
         unused += sorted(self._parameters.keys() - self._used)
         if self._calls is not None and not self._calls_found:
             unused.append(self._calls.pattern)
+        if self._elements is not None and not self._elements_found:
+            unused.append(self._elements.pattern)
         if unused:
             raise StaleRecipe(f"{self._recipe.source}: no match for {'; '.join(unused)}")
 
@@ -204,9 +267,8 @@ class _Rewriter(cst.CSTTransformer):
         if isinstance(original_node, cst.FunctionDef | cst.ClassDef):
             name = ".".join(self._scope)
             self._scope.pop()
-            if name in self._drop:
-                self._used.add(name)
-                return cst.RemoveFromParent()
+            if name in self._drop or name in self._recipe.replace:
+                return self._replaced(name, original_node)
             if name in self._parameters and isinstance(updated, cst.FunctionDef):
                 self._used.add(name)
                 gone = self._parameters[name]
@@ -215,15 +277,30 @@ class _Rewriter(cst.CSTTransformer):
             return updated
         if isinstance(original_node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
             return self._statement(original_node, updated)
-        if isinstance(original_node, cst.BaseExpression | cst.BaseSmallStatement):
+        if (
+            self._elements is not None
+            and isinstance(original_node, cst.Element)
+            and self._elements.match(squeezed(original_node))
+        ):
+            self._elements_found = True
+            return cst.RemoveFromParent()
+        if isinstance(original_node, cst.BaseExpression):
             return self._expression(original_node, updated)
         return updated
 
+    def _replaced(self, name: str, original: Any) -> Any:
+        self._used.add(name)
+        code = self._recipe.replace.get(name)
+        if code is None:
+            return cst.RemoveFromParent()
+        new = style.statements(code, 0)
+        new[0] = new[0].with_changes(leading_lines=getattr(original, "leading_lines", []))
+        return cst.FlattenSentinel(new)
+
     def _statement(self, original: Any, updated: Any) -> Any:
         name = ".".join([*self._scope, _name_of(original) or "?"])
-        if name in self._drop:
-            self._used.add(name)
-            return cst.RemoveFromParent()
+        if name in self._drop or name in self._recipe.replace:
+            return self._replaced(name, original)
         if self._calls is not None and isinstance(original, cst.SimpleStatementLine):
             first = original.body[0]
             if (
@@ -233,8 +310,10 @@ class _Rewriter(cst.CSTTransformer):
             ):
                 self._calls_found = True
                 return cst.RemoveFromParent()
+        if type(original) not in self._kinds:
+            return updated
         bare = original.with_changes(leading_lines=[])
-        code = re.sub(r"\s+", "", cst.Module([bare]).code)
+        code = self._rule(_plain(cst.Module([bare]).code))
         if code in self._rewrite and isinstance(original, cst.BaseStatement):
             self._used.add(code)
             new = self._rewrite[code]
@@ -246,10 +325,15 @@ class _Rewriter(cst.CSTTransformer):
             return cst.FlattenSentinel(statements)
         return updated
 
+    def _rule(self, code: str) -> str:
+        """The rule for ``code`` here: the one for this scope, if there is one."""
+        scoped = f"{'.'.join(self._scope)}|{code}"
+        return scoped if scoped in self._rewrite else code
+
     def _expression(self, original: Any, updated: Any) -> Any:
-        if not isinstance(original, cst.BaseExpression):
+        if type(original) not in self._kinds:
             return updated
-        code = squeezed(original)
+        code = self._rule(squeezed(original))
         new = self._rewrite.get(code)
         if new is None:
             return updated
@@ -276,44 +360,54 @@ class _Names(cst.CSTVisitor):
         self.read.add(node.value)
 
 
-def _tidy_imports(module: cst.Module, modules: Mapping[str, str]) -> list[Any]:
-    """Imports of what is still used, ours as relative ones, sorted."""
+def _tidy_imports(
+    module: cst.Module,
+    modules: Mapping[str, str],
+    imports: str,
+    own: Collection[str | None],
+) -> list[Any]:
+    """Imports of what is still used, ours as relative ones, in oMLX's order."""
     names = _Names()
     module.visit(names)
-    kept: list[Any] = []
-    ours: list[tuple[str, Any]] = []
-    place: int | None = None
-    for statement in module.body:
+    names.read.difference_update(name for name in own if name is not None)
+    future: list[Any] = []
+    absolute: list[Any] = []
+    relative: list[Any] = []
+    rest: list[Any] = []
+    place = 0
+    for statement in [*module.body, *cst.parse_module(imports).body]:
         if not _is_import(statement):
-            kept.append(statement)
+            rest.append(statement)
             continue
+        place = place or len(rest)
         assert isinstance(statement, cst.SimpleStatementLine)
         node = statement.body[0]
         assert isinstance(node, cst.Import | cst.ImportFrom)
-        dotted = (
-            squeezed(node.module)
-            if isinstance(node, cst.ImportFrom) and node.module is not None
-            else ""
-        )
-        node = node if dotted == "__future__" else _used_only(node, names.read)
-        if node is None:
-            if dotted.startswith("omlx_admission") and place is None:
-                place = len(kept)
+        dotted = _dotted(node)
+        if dotted == "__future__":
+            future.append(node)
+        elif (used := _used_only(node, names.read)) is None:
             continue
-        if not dotted.startswith("omlx_admission"):
-            kept.append(statement.with_changes(body=[node]))
-            continue
-        if place is None:
-            place = len(kept)
-        assert isinstance(node, cst.ImportFrom)
-        moved = _moved(node, dotted, modules)
-        ours.append((squeezed(moved.module) if moved.module else "", moved))
-    ours.sort(key=lambda item: item[0])
-    lines = [cst.SimpleStatementLine([node]) for _, node in ours]
-    if lines:
-        lines[0] = lines[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-    at = len(kept) if place is None else place
-    return [*kept[:at], *lines, *kept[at:]]
+        elif dotted.partition(".")[0] == "omlx_admission":
+            relative.append(_moved(used, dotted, modules))
+        elif isinstance(used, cst.ImportFrom) and used.relative:
+            relative.append(used)
+        else:
+            absolute.append(used)
+    absolute.sort(key=lambda node: (isinstance(node, cst.ImportFrom), _dotted(node)))
+    relative.sort(key=lambda node: (-len(node.relative), _dotted(node)))
+    lines: list[Any] = []
+    for group in (future, absolute, relative):
+        for index, node in enumerate(group):
+            blank = [cst.EmptyLine(indent=False)] if index == 0 else []
+            lines.append(cst.SimpleStatementLine([node], leading_lines=blank))
+    return [*rest[:place], *lines, *rest[place:]]
+
+
+def _dotted(node: cst.Import | cst.ImportFrom) -> str:
+    if isinstance(node, cst.ImportFrom):
+        return "" if node.module is None else squeezed(node.module)
+    return squeezed(node.names[0].name)
 
 
 def _used_only(node: Any, read: set[str]) -> Any:
@@ -322,9 +416,11 @@ def _used_only(node: Any, read: set[str]) -> Any:
     kept = [a for a in node.names if _bound(a) in read]
     if not kept:
         return None
-    kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
     if len(kept) < len(node.names) and isinstance(node, cst.ImportFrom):
-        return node.with_changes(names=kept, lpar=None, rpar=None)
+        # In one line; black breaks it again where it has to be.
+        bare = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in kept]
+        return node.with_changes(names=bare, lpar=None, rpar=None)
+    kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
     return node.with_changes(names=kept)
 
 

@@ -80,10 +80,13 @@ def serve(omlx: Omlx, models: Path, tmp_path: Path) -> Iterator[Callable[..., Se
         arguments: Sequence[str] = (),
         **env: str,
     ) -> Server:
+        wanted = env.pop("OMLX_ADMISSION", "1") == "1"
+        if omlx.native and not wanted:
+            env["OMLX_ADMISSION_QUEUE"] = "0"
         server = Server(
             models,
             tmp_path / f"base{len(running)}",
-            patched=env.pop("OMLX_ADMISSION", "1") == "1",
+            patched=wanted and not omlx.native,
             source=omlx.source,
             plan={"load_s": load_s, "failing": failing, **(plan or {})},
             environment=env,

@@ -253,10 +253,14 @@ def _openai_error_body(
 
 
 def _error(request: Request, status: int, detail: Any, **headers: str) -> JSONResponse:
+    content = _error_content(request, status, detail)
+    return JSONResponse(status_code=status, content=content, headers=headers or None)
+
+
+def _error_content(request: Request, status: int, detail: Any) -> dict[str, Any]:
     logger.warning("%s %s: %d, %s", request.method, request.url.path, status, detail)
     api = _is_api_route(request)
-    content = _openai_error_body(detail, status) if api else {"detail": detail}
-    return JSONResponse(status_code=status, content=content, headers=headers or None)
+    return _openai_error_body(detail, status) if api else {"detail": detail}
 
 
 @app.exception_handler(_RedirectToLogin)
@@ -268,7 +272,8 @@ async def redirect_to_login_handler(request: Request, exc: Exception) -> Respons
 @app.exception_handler(HTTPException)
 async def http_exception_handler(request: Request, exc: HTTPException) -> JSONResponse:
     """Every refusal. Headers of the exception are lost here, ``Retry-After`` too."""
-    return _error(request, exc.status_code, exc.detail)
+    content = _error_content(request, exc.status_code, exc.detail)
+    return JSONResponse(status_code=exc.status_code, content=content)
 
 
 @app.exception_handler(RequestValidationError)

@@ -6,7 +6,6 @@ import asyncio
 import pytest
 
 from omlx.engine_pool import EngineEntry, EnginePool
-from omlx.exceptions import ModelNotFoundError
 
 
 class FakeEngine:
@@ -56,15 +55,22 @@ async def test_a_loaded_model_does_not_wait_for_the_lock():
 
 
 @pytest.mark.asyncio
-async def test_what_is_not_loaded_still_does():
-    pool = make_pool()
+async def test_what_is_not_loaded_still_does(tmp_path, monkeypatch):
+    pool = make_pool("b")
+    (tmp_path / "config.json").write_text("{}")
+    entry = pool._entries["b"]
+    entry.engine, entry.model_path = None, str(tmp_path)
+
+    async def load(model_id, **_):
+        entry.engine = FakeEngine()
+
+    monkeypatch.setattr(pool, "_load_engine", load)
     async with pool._lock:
         call = asyncio.ensure_future(pool.get_engine("b"))
-        for _ in range(5):
+        for _ in range(20):
             await asyncio.sleep(0)
         assert not call.done()
-    with pytest.raises(ModelNotFoundError):
-        await in_time(call)
+    assert await in_time(call) is entry.engine
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,109 @@
+"""The package ``omlx/admission/`` that the changes build up together, module by module.
+
+A module that several changes need is brought by whichever is made first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import libcst as cst
+
+from omlx_admission.upstream import editing, style
+from omlx_admission.upstream.transplant import LICENSE, Recipe, transplant
+
+#: Ours, below ``omlx_admission``, to its name in ``omlx/admission/``.
+MODULES = {
+    "hooks.errors": "errors",
+    "hooks.holding": "holding",
+    "hooks.kinds": "kinds",
+    "hooks.pool_port": "pool",
+    "hooks.pool_state": "marks",
+    "policy.admission": "policy",
+    "policy.estimates": "estimates",
+    "policy.forecast": "forecast",
+    "policy.linger": "linger",
+    "policy.model": "model",
+    "policy.planner": "planner",
+    "policy.queues": "queues",
+    "policy.retry": "retry",
+    "policy.schedule": "schedule",
+    "runtime.admission": "queue",
+    "runtime.explain": "explain",
+    "runtime.own": "own",
+    "runtime.port": "port",
+    "runtime.refusal": "refusal",
+    "runtime.request": "request",
+    "settings": "settings",
+}
+
+REQUEST = Recipe(
+    "runtime.request",
+    # What our own observer asks for, and the keep-alives of streams that wait.
+    drop=("Request.id", "_ID_HEADER", "_ID", "_numbers"),
+    rewrite={
+        'self._headers = scope.get("headers", ())': None,
+        "self._id: str | None = None": None,
+        'self.method: str = scope.get("method", "")': None,
+        'self.query: bytes = scope.get("query_string", b"")': None,
+        "self.task: asyncio.Task[Any] | None = None": None,
+        "request.task = asyncio.current_task()": None,
+        "self.hold: stream_hold.StreamHold | None = None": None,
+        "if self.hold is not None: self.hold.note(message)": None,
+        "hold = request.hold = stream_hold.hold_for(scope, send)": None,
+        "if hold is not None and hold.began: await hold.forward(message, refusal) return": None,
+        "if hold is not None: hold.answered()": None,
+        "answer = self.app(scope, request.receive, send_or_replace)": None,
+        """
+        if hold is None:
+            await answer
+        else:
+            await hold.run(answer, lambda: request.refusal)
+        """: "await self.app(scope, request.receive, send_or_replace)",
+    },
+    text={"omlx_admission_request": "omlx_request"},
+)
+REFUSAL = Recipe("runtime.refusal")
+
+
+def make(recipe: Recipe) -> Callable[[], str]:
+    """What makes the text of the module of ``recipe``."""
+
+    @cache
+    def text(_line_length: int) -> str:
+        return transplant(recipe, MODULES)
+
+    return lambda: text(style.line_length.get())
+
+
+def _init() -> str:
+    return style.file(
+        f'{LICENSE}"""Who may use which model, when, and what a refusal says."""\n'
+    )
+
+
+#: Of every change that wants to know the request behind a call to the pool.
+REQUEST_MODULES = {
+    "admission/__init__.py": _init,
+    "admission/refusal.py": make(REFUSAL),
+    "admission/request.py": make(REQUEST),
+}
+
+
+def add_middleware(module: cst.Module) -> cst.Module:
+    """``server.py`` with the request middleware; as it is where it has it."""
+    line = "app.add_middleware(RequestMiddleware)"
+    if any(editing.squeezed(statement) == line for statement in module.body):
+        return module
+    module = editing.add_import(module, "from .admission.request import RequestMiddleware")
+    return editing.insert_after_definition(module, "app", line)
+
+
+def verbatim(change: str, name: str) -> Callable[[], str]:
+    """What makes a module that exists only there: ``patches/<change>/new/<name>``."""
+    from omlx_admission.upstream import register
+
+    return lambda: style.file(
+        LICENSE + (register.folder() / change / "new" / name).read_text("utf-8")
+    )

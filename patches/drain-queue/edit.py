@@ -1,0 +1,258 @@
+"""Requests for a model that is not loaded queue; the busy model drains for them."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from omlx_admission.upstream import editing, package
+from omlx_admission.upstream.change import Change
+from omlx_admission.upstream.transplant import Recipe
+
+POOL = "EnginePool"
+
+#: Our modules of plain decisions go as they are.
+POLICY = (
+    "policy.admission",
+    "policy.estimates",
+    "policy.forecast",
+    "policy.linger",
+    "policy.model",
+    "policy.planner",
+    "policy.queues",
+    "policy.retry",
+    "policy.schedule",
+    "hooks.kinds",
+    "runtime.explain",
+    "runtime.port",
+)
+
+#: The observer behind our status page stays with us.
+QUEUE = Recipe(
+    "runtime.admission",
+    drop=("Admission._observe_swap", "Admission._observe_refusal"),
+    drop_calls=r"self\.observer\.|self\._observe_",
+    parameters={"Admission.__init__": ("observer",)},
+    rewrite={
+        "self.observer = observer or observe.observer": None,
+        "queued = False": None,
+        "queued = True": None,
+        "Admission._refuse_all | waited = self.now() - waiter.enqueued": None,
+        "hold = request.hold if request is not None else None": None,
+        "if hold is not None: hold.wait_began()": None,
+        "if hold is not None: hold.wait_ended()": None,
+        "request is not None and self.settings.errors": "request is not None",
+    },
+)
+
+POOL_PORT = Recipe(
+    "hooks.pool_port",
+    rewrite={
+        "unloading_models(pool)": "pool._unloading_models",
+        "unloading_models(self._pool)": "self._pool._unloading_models",
+        """
+        while (reloading := state_of(self._pool).reloading) is not None:
+            await reloading.wait()
+        """: None,
+        "resident.is_vlm(entry.engine)": (
+            "isinstance(entry.engine, self._module.VLMBatchedEngine)"
+        ),
+        "_exceptions()": "exceptions",
+        "admission_refused()(refusal)": "AdmissionRefused(refusal)",
+    },
+    drop=("VIEW_NEEDS", "_exceptions", "_refused_class"),
+    replace={
+        "admission_refused": '''
+class AdmissionRefused(exceptions.SchedulerQueueFullError):
+    """The queue refused a request; ``refusal`` says how and why."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        Exception.__init__(self, refusal.message)
+        self.refusal = refusal
+        self.message = refusal.message
+        self.details = {"code": refusal.code}
+        self.current_depth = self.max_depth = 0
+'''
+    },
+    imports="from .. import exceptions\n",
+    text={"omlx_admission_planned_victims": "omlx_planned_victims"},
+)
+
+#: `own` of ours reads what the leases have noted.
+OWN = Recipe(
+    "runtime.own",
+    imports="from . import request as requests\n",
+    append=("hooks.holding", "own"),
+)
+
+MARKS = Recipe("hooks.pool_state", keep=("DRAIN_REASON", "drains_for_us"))
+
+#: Variables of what stays with the package, or has no switch there.
+_OURS = (
+    "OMLX_ADMISSION",
+    "OMLX_ADMISSION_ERRORS",
+    "OMLX_ADMISSION_EXIT_ON_GPU_LOCKOUT",
+    "OMLX_ADMISSION_EXPOSURE",
+    "OMLX_ADMISSION_GPU_STUCK_S",
+    "OMLX_ADMISSION_LEASES",
+    "OMLX_ADMISSION_OFF_LOOP_CLOSE",
+    "OMLX_ADMISSION_RESIDENT_PATH",
+    "OMLX_ADMISSION_STREAM_HOLD_S",
+    "OMLX_ADMISSION_STRICT",
+    "OMLX_ADMISSION_STUCK_S",
+    "OMLX_ADMISSION_SURFACES",
+    "OMLX_ADMISSION_UNLOADS",
+    "OMLX_SERIALIZE_ENGINE_GPU",
+)
+SETTINGS = Recipe(
+    "settings",
+    drop=(
+        "api_key",
+        "_unknown",
+        *(
+            f"Settings.{name}"
+            for name in (
+                "enabled",
+                "errors",
+                "exit_on_gpu_lockout",
+                "exposure",
+                "gpu_stuck_s",
+                "keep_gpu_setting",
+                "leases",
+                "off_loop_close",
+                "resident_path",
+                "serialize_engine_gpu",
+                "stream_hold_s",
+                "strict",
+                "stuck_s",
+                "surfaces",
+                "unloads",
+            )
+        ),
+    ),
+    drop_elements=rf'Variable\("({"|".join(_OURS)})",',
+    rewrite={"problems += _unknown(source)": None},
+    prepend='OFF_WORDS = frozenset({"0", "false", "off", "no"})\n',
+    text={
+        '"""Every environment variable of the package: the only reader of ``os.environ``.': (
+            '"""The variables of the admission queue.'
+        )
+    },
+)
+
+
+def engine_pool(module: cst.Module) -> cst.Module:
+    """The pool, resident path and error mapping in it."""
+    for name in ("_acquire_loaded_engine", "_get_engine_past_teardown"):
+        editing.function(module, f"{POOL}.{name}")
+    module = editing.add_import(module, "from .admission.gate import PoolAdmission, announced")
+    module = editing.insert_after_assignment(
+        module,
+        f"{POOL}.__init__",
+        "self._unloading_models",
+        """
+        # Who waits for a model that is not simply loaded, and who is next.
+        self._admission = PoolAdmission(self)
+        """,
+    )
+    module = editing.insert_before_statement(
+        module,
+        f"{POOL}.get_engine",
+        "return await self._get_engine_past_teardown("
+        "model_id, force_lm, _lease, runtime_settings)",
+        """
+        if self._admission.enabled:
+            return await self._admission.get_engine(
+                model_id, force_lm, _lease, runtime_settings
+            )
+        """,
+    )
+    module = editing.insert_first(
+        module,
+        f"{POOL}._acquire_loaded_engine",
+        """
+        if model_id in self._admission.gated:
+            return None
+        """,
+    )
+    module = editing.replace_statement(
+        module,
+        f"{POOL}._release_loaded_engine",
+        "if entry is not None and entry.pending_unload_reason: return False",
+        """
+        pending = entry is not None and entry.pending_unload_reason
+        if pending and not drains_for_us(entry):
+            return False
+        """,
+    )
+    module = editing.insert_before_statement(
+        module,
+        f"{POOL}._release_loaded_engine",
+        "return True",
+        "self._admission.released(model_id)",
+    )
+    module = editing.add_import(module, "from .admission.marks import drains_for_us")
+    module = editing.insert_last(
+        module,
+        editing.first_of(module, f"{POOL}._release_engine_lease", f"{POOL}.release_engine"),
+        "self._admission.released(model_id)",
+    )
+    module = editing.insert_first(
+        module,
+        f"{POOL}._find_lru_victim",
+        """
+        planned = self._admission.planned_victim()
+        if planned is not None:
+            return planned
+        """,
+    )
+    module = editing.insert_first(module, f"{POOL}.shutdown", "self._admission.shut_down()")
+    for name in ("discover_models", "_load_engine", "_unload_engine"):
+        module = editing.decorate(module, f"{POOL}.{name}", "announced")
+    return module
+
+
+def cli(module: cst.Module) -> cst.Module:
+    """Who waits is refused before the server waits for its open connections."""
+    module = editing.add_import(
+        module, "from .admission.serving import Server", within="serve_command"
+    )
+    return editing.replace_expression(module, "serve_command", "uvicorn.Server", "Server")
+
+
+CHANGE = Change(
+    name="drain-queue",
+    title="Queue requests for another model and drain the busy one",
+    message="""
+When memory holds one model and two are asked for, the second request is refused
+while the first model has a request, and with traffic on both no request for the
+second is ever served: nothing that is busy can be evicted, and nobody keeps
+order. Loads that are let in swap the models back and forth.
+
+Requests for a model that is not loaded now wait in one queue per pool. The
+loaded model serves until somebody has waited long enough for another one; then
+it takes no new requests, finishes what runs, and leaves for the model that has
+been wanted longest, whose waiters are all served by the one load. A wait ends
+by the model, by a budget (503 with Retry-After), by the client that leaves, or
+by a refusal at once where the model can never fit (507, nothing is evicted).
+Admission arithmetic, eviction and loading are the pool's own, as before.
+
+OMLX_ADMISSION_QUEUE=0 switches the queue off.
+""",
+    issues=(1970,),
+    features=("queue",),
+    edits={"engine_pool.py": engine_pool, "cli.py": cli},
+    modules={
+        **{
+            f"admission/{package.MODULES[name]}.py": package.make(Recipe(name))
+            for name in POLICY
+        },
+        "admission/marks.py": package.make(MARKS),
+        "admission/own.py": package.make(OWN),
+        "admission/pool.py": package.make(POOL_PORT),
+        "admission/queue.py": package.make(QUEUE),
+        "admission/settings.py": package.make(SETTINGS),
+        "admission/gate.py": package.verbatim("drain-queue", "gate.py"),
+        "admission/serving.py": package.verbatim("drain-queue", "serving.py"),
+    },
+    after=("resident-path", "error-mapping", "leases"),
+)

@@ -1,0 +1,119 @@
+"""The admission queue as the engine pool sees it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import kinds
+from . import request as requests
+from .own import own
+from .pool import OmlxPool, planned_victims
+from .port import Ask
+from .queue import Admission, QueueBroken
+from .settings import Settings, load
+
+if TYPE_CHECKING:
+    from ..engine_pool import EnginePool
+
+logger = logging.getLogger("omlx.admission")
+
+
+class PoolAdmission(Admission):
+    """The queue of one pool; ``enabled`` is what ``OMLX_ADMISSION_QUEUE`` says."""
+
+    def __init__(self, pool: EnginePool, settings: Settings | None = None) -> None:
+        if settings is None:
+            settings, problems = load()
+            for problem in problems:
+                logger.warning("admission: %s", problem)
+        self._pool = pool
+        module = sys.modules[type(pool).__module__]
+        super().__init__(OmlxPool(pool, module, pool._get_engine_past_teardown), settings)
+        self.enabled = settings.queue
+        requests.queueing = settings.queue
+
+    async def get_engine(
+        self,
+        model_id: str,
+        force_lm: bool,
+        lease: bool,
+        runtime_settings: object | None,
+    ) -> Any:
+        """Wait for the engine of a model that could not be handed out at once.
+
+        The queue takes a lease for everybody: without one, an engine could go
+        between the hand-out and its first use. Who wants none gives it back.
+        """
+        self.port.hopeless(model_id)
+        request = requests.active()
+        if request is not None:
+            self._refuse_wrong_kind(request, model_id)
+        question = (model_id, force_lm, runtime_settings)
+        arguments = {
+            "model_id": model_id,
+            "force_lm": force_lm,
+            "lease": False,
+            "runtime_settings": runtime_settings,
+        }
+        target, size = self.port.target(*question), self.port.size(*question)
+        ask = Ask(target, size, arguments, own(model_id))
+        started = self.now()
+        try:
+            engine = await self.acquire(ask)
+        except QueueBroken:
+            return await self._pool._get_engine_past_teardown(
+                model_id, force_lm, lease, runtime_settings
+            )
+        if request is not None:
+            request.waited_s += self.now() - started
+        if not lease and not self._pool._release_loaded_engine(model_id):
+            await self._pool.release_engine(model_id)
+        return engine
+
+    def _refuse_wrong_kind(self, request: requests.Request, model_id: str) -> None:
+        """Load nothing, and evict nobody, for a route that this kind cannot serve."""
+        refusal = kinds.refusal(request.path, self._pool._entries.get(model_id))
+        if refusal is not None:
+            request.refusal = refusal
+            raise self.port.refused(refusal)
+
+    def planned_victim(self) -> str | None:
+        """The next model to leave for the load of this task; None outside of one."""
+        for victim in planned_victims.get():
+            entry = self._pool._entries.get(victim)
+            if (
+                entry is not None
+                and entry.engine is not None
+                and entry.in_use == 0
+                and not entry.is_pinned
+                and victim not in self._pool._unloading_models
+            ):
+                return victim
+        return None
+
+
+def announced(method):
+    """Tell the queue when a method of the pool has ended that may let somebody go on."""
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def wrapper(pool, *args, **kwargs):
+            try:
+                return await method(pool, *args, **kwargs)
+            finally:
+                pool._admission.changed()
+
+    else:
+
+        @functools.wraps(method)
+        def wrapper(pool, *args, **kwargs):
+            try:
+                return method(pool, *args, **kwargs)
+            finally:
+                pool._admission.changed()
+
+    return wrapper

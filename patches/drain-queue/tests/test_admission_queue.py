@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two models, memory for one: requests queue, the busy model drains, all are served."""
+
+import asyncio
+
+import pytest
+
+from omlx.admission.gate import PoolAdmission
+from omlx.admission.pool import AdmissionRefused
+from omlx.admission.settings import Settings
+from omlx.engine_pool import EngineEntry, EnginePool
+from omlx.exceptions import ModelNotFoundError, ModelTooLargeError
+
+CEILING = 10 * 1024**3
+SIZE = 6 * 1024**3
+
+
+class Engine:
+    def has_active_requests(self):
+        return False
+
+
+class Machine:
+    """A pool whose loads and unloads are steps of the test, in the order of ``log``."""
+
+    def __init__(self, monkeypatch, tmp_path, **settings):
+        monkeypatch.setattr("omlx.engine_pool.get_phys_footprint", lambda: 0)
+        monkeypatch.setattr("omlx.engine_pool.mx.get_active_memory", lambda: 0)
+        self.pool = pool = EnginePool()
+        self.log = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        pool._get_final_ceiling = lambda: CEILING
+        pool._admission = PoolAdmission(pool, Settings(linger_s=0, **settings))
+        for model, size in (("a", SIZE), ("b", SIZE), ("x", 2 * CEILING)):
+            folder = tmp_path / model
+            folder.mkdir()
+            (folder / "config.json").write_text("{}")
+            pool._entries[model] = EngineEntry(
+                model_id=model,
+                model_path=str(folder),
+                model_type="llm",
+                engine_type="batched",
+                estimated_size=size,
+            )
+        load, unload = self._load, self._unload
+        monkeypatch.setattr(EnginePool, "_load_engine", load)
+        monkeypatch.setattr(EnginePool, "_stop_and_unload_engine", unload)
+
+    @property
+    def _load(self):
+        machine = self
+
+        async def load(pool, model_id, force_lm=False, runtime_settings=None):
+            entry = pool._entries[model_id]
+            entry.is_loading = True
+            try:
+                await machine.may_load.wait()
+                machine.log.append(f"load {model_id}")
+                entry.engine = Engine()
+                pool._current_model_memory += entry.estimated_size
+            finally:
+                entry.is_loading = False
+
+        return load
+
+    @property
+    def _unload(self):
+        machine = self
+
+        async def unload(pool, model_id):
+            entry = pool._entries[model_id]
+            assert entry.in_use == 0, "what runs is never cut off"
+            machine.log.append(f"unload {model_id}")
+            entry.engine = None
+            entry.pending_unload_reason = None
+            pool._current_model_memory -= entry.estimated_size
+
+        return unload
+
+    def ask(self, model):
+        return asyncio.ensure_future(self.pool.get_engine(model, _lease=True))
+
+    async def serve(self, model):
+        await asyncio.wait_for(self.pool.get_engine(model, _lease=True), 5)
+
+    async def done(self, model):
+        await asyncio.wait_for(self.pool.release_engine(model), 5)
+
+
+async def settle():
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_the_busy_model_drains_then_they_swap(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, max_age_s=0)
+    await machine.serve("a")
+    for_b = machine.ask("b")
+    await settle()
+    assert not for_b.done()
+    assert machine.log == ["load a"]
+    newcomer = machine.ask("a")
+    await settle()
+    assert not newcomer.done(), "a draining model takes no new request"
+    await machine.done("a")
+    await asyncio.wait_for(for_b, 5)
+    assert machine.log == ["load a", "unload a", "load b"]
+    await machine.done("b")
+    await asyncio.wait_for(newcomer, 5)
+    assert machine.log[3:] == ["unload b", "load a"]
+    await machine.done("a")
+    assert all(entry.in_use == 0 for entry in machine.pool._entries.values())
+
+
+@pytest.mark.asyncio
+async def test_the_loaded_model_serves_until_somebody_is_old(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, max_age_s=1000)
+    await machine.serve("a")
+    for_b = machine.ask("b")
+    await settle()
+    await machine.serve("a")
+    assert not for_b.done()
+    await machine.done("a")
+    await machine.done("a")
+    await asyncio.wait_for(for_b, 5)
+
+
+@pytest.mark.asyncio
+async def test_one_load_serves_all_who_wait_for_it(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    machine.may_load.clear()
+    asked = [machine.ask("b") for _ in range(5)]
+    await settle()
+    machine.may_load.set()
+    await asyncio.wait_for(asyncio.gather(*asked), 5)
+    assert machine.log == ["load b"]
+    assert machine.pool._entries["b"].in_use == 5
+
+
+@pytest.mark.asyncio
+async def test_the_budget_ends_in_a_refusal_that_says_when(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, max_wait_s=0.05)
+    await machine.serve("a")
+    with pytest.raises(AdmissionRefused) as caught:
+        await machine.serve("b")
+    refusal = caught.value.refusal
+    assert (refusal.status, refusal.code) == (503, "model_swap_timeout")
+    assert 1 <= refusal.retry_after <= 60
+    assert machine.pool._entries["a"].pending_unload_reason is None
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_never_fits_costs_nobody_anything(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    await machine.serve("a")
+    await machine.done("a")
+    with pytest.raises(ModelTooLargeError):
+        await machine.serve("x")
+    assert machine.log == ["load a"]
+
+
+@pytest.mark.asyncio
+async def test_who_leaves_leaves_nothing(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, max_age_s=0)
+    await machine.serve("a")
+    for_b = machine.ask("b")
+    await settle()
+    for_b.cancel()
+    await settle()
+    await machine.serve("a")
+    assert machine.log == ["load a"]
+
+
+@pytest.mark.asyncio
+async def test_an_unknown_model_is_said_at_once(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    with pytest.raises(ModelNotFoundError):
+        await machine.serve("nobody")
+
+
+@pytest.mark.asyncio
+async def test_shutdown_refuses_who_waits(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    await machine.serve("a")
+    for_b = machine.ask("b")
+    await settle()
+    machine.pool._admission.shut_down()
+    with pytest.raises(AdmissionRefused) as caught:
+        await asyncio.wait_for(for_b, 5)
+    assert caught.value.refusal.code == "shutting_down"
+
+
+@pytest.mark.asyncio
+async def test_switched_off_the_pool_decides_alone(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, queue=False)
+    machine.may_load.set()
+    assert not machine.pool._admission.enabled
+    await machine.serve("a")
+    assert machine.log == ["load a"]

@@ -1,0 +1,87 @@
+"""503 with ``Retry-After`` for a shortage that passes, 507 for one that does not."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from omlx_admission.upstream import editing, package
+from omlx_admission.upstream.change import Change
+from omlx_admission.upstream.transplant import Recipe, as_decorator, transplant
+
+
+def _errors() -> str:
+    """`hooks.errors`: what a pool error means, and a decorator that remembers it."""
+    decorator = as_decorator(
+        "hooks.errors",
+        "get_engine",
+        called="remembers_refusal",
+        doc="Remember why the pool refused the request at hand; the error itself stays.",
+    )
+    recipe = Recipe(
+        "hooks.errors",
+        drop=("NATIVE", "NEEDS", "apply_pool"),
+        replace={"get_engine": decorator},
+        rewrite={
+            "from omlx import exceptions as theirs": None,
+            """
+            try:
+                request.refusal = refusal_of(error)
+            except Exception as ours:
+                faults.note("the reading of a refusal", ours)
+            """: "request.refusal = refusal_of(error)",
+        },
+        text={
+            "a stock pool error": "a pool error",
+            "where stock's own answer is right": "where the route's own answer is right",
+        },
+        imports="import functools\nfrom .. import exceptions as theirs\n",
+    )
+    return transplant(recipe, package.MODULES)
+
+
+def engine_pool(module: cst.Module) -> cst.Module:
+    """Two lines: whatever route called, the reason of a refusal is known."""
+    module = editing.add_import(module, "from .admission.errors import remembers_refusal")
+    return editing.decorate(module, "EnginePool.get_engine", "remembers_refusal")
+
+
+def server(module: cst.Module) -> cst.Module:
+    """The middleware, and the headers of an HTTPException."""
+    module = package.add_middleware(module)
+    return editing.replace_statement(
+        module,
+        "http_exception_handler",
+        "return JSONResponse(status_code=exc.status_code, content=content)",
+        """
+        return JSONResponse(
+            status_code=exc.status_code,
+            content=content,
+            headers=getattr(exc, "headers", None),
+        )
+        """,
+    )
+
+
+CHANGE = Change(
+    name="error-mapping",
+    title="Answer a passing memory shortage with 503 and Retry-After",
+    message="""
+One answer stands for two failures. A model that can never fit and one that
+does not fit until the busy model is done both end in 507, which tells clients
+to give up; a model that is loading or busy ends in 409. What a client sees
+depends on the route as well: speech and load routes turn the same error into
+500, the fallback to the default model into 404, and the handler of
+HTTPException drops the headers, so that no Retry-After ever arrives.
+
+EnginePool.get_engine now leaves the reason with the request, and a pure ASGI
+middleware, which knows the request, answers with it in place of the error
+response that the route has made of it: 503 with Retry-After for a shortage
+that passes, 507 with x-should-retry: false for a model that never fits, in the
+shape of the route (OpenAI or Anthropic). No route is changed. The headers of
+an HTTPException are kept.
+""",
+    issues=(1970,),
+    features=("errors",),
+    edits={"engine_pool.py": engine_pool, "server.py": server},
+    modules={**package.REQUEST_MODULES, "admission/errors.py": _errors},
+)

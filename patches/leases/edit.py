@@ -1,0 +1,67 @@
+"""A model that is handed to a route without a lease stays until the request ends."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from omlx_admission.upstream import editing, package
+from omlx_admission.upstream.change import Change
+from omlx_admission.upstream.transplant import Recipe
+
+#: With the lease goes what a request knows of its own; our switch has no place there.
+HOLDING = Recipe(
+    "hooks.holding",
+    drop=("_keeping", "keeping", "keep_unleased", "own"),
+    rewrite={"not _keeping or request is None": "request is None"},
+    text={
+        "Stock leases some hand-outs": "Routes lease some hand-outs",
+        """(``/v1/embeddings``
+asks again after its 200 is out), and the queue is told which models are in use by the
+very request that asks.""": "(``/v1/embeddings``\nasks again after its 200 is out).",
+        " (B12)": "",
+    },
+)
+
+
+def engine_pool(module: cst.Module) -> cst.Module:
+    """Two decorators; and an unload by the holder itself finds no lease of its own."""
+    module = editing.add_import(
+        module, "from .admission.leases import leased_for_request, released_by_request"
+    )
+    module = editing.add_import(module, "from .admission import holding")
+    module = editing.insert_first(
+        module, "EnginePool._unload_engine", "holding.let_go(model_id)"
+    )
+    module = editing.decorate(module, "EnginePool.release_engine", "released_by_request")
+    return editing.decorate(module, "EnginePool.get_engine", "leased_for_request")
+
+
+def server(module: cst.Module) -> cst.Module:
+    """The middleware that knows when a request ends."""
+    return package.add_middleware(module)
+
+
+CHANGE = Change(
+    name="leases",
+    title="Keep a model until the request that got it ends",
+    message="""
+Speech, load and validation routes take no lease on the engine that they get.
+Between get_engine and the first use of the engine (an upload is read, a file is
+written) the model counts as idle: it can be evicted, or unloaded by its TTL,
+and the route goes on with a dead engine.
+
+A call of get_engine without a lease that is made within an HTTP or WebSocket
+request now takes one, and the end of the request, or of a job that it began,
+gives it back. A request that asks again for a model that it holds gets it at
+once, so that it never waits for itself. Callers outside a request are left as
+they were.
+""",
+    issues=(2431,),
+    features=("leases",),
+    edits={"engine_pool.py": engine_pool, "server.py": server},
+    modules={
+        **package.REQUEST_MODULES,
+        "admission/holding.py": package.make(HOLDING),
+        "admission/leases.py": package.verbatim("leases", "leases.py"),
+    },
+)
