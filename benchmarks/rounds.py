@@ -109,6 +109,8 @@ class Rounds:
             if before is not None and self._entry.engine is not before:
                 self.unloads += 1
             self._books(f"round {number}, {kind}")
+            if number % 100 == 99:
+                print(f"{number + 1} rounds, {self.unloads} unloads", file=sys.stderr)
         for task in set(state_of(self.pool).admission._loads.values()):
             await task
         self._nothing_left()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,6 +105,8 @@ def recognise(function: Any) -> Job | None:
     """What ``function``, handed to the global executor, is; None: not GPU work of ours."""
     while isinstance(function, functools.partial):
         function = function.func
+    bound = getattr(function, "__self__", None)
+    function = inspect.unwrap(function)  # an oMLX that takes turns itself decorates it
     code = getattr(function, "__code__", None)
     module = getattr(function, "__module__", None)
     if code is None or not isinstance(module, str) or not module.startswith("omlx."):
@@ -114,7 +117,7 @@ def recognise(function: Any) -> Job | None:
         kind = _CLEAR
     if kind is None:
         return None
-    owner = getattr(function, "__self__", None) or _free(function, "self")
+    owner = bound or _free(function, "self")
     model = _free(function, "model")
     text = getattr(owner, "_model_name", None) or getattr(model, "model_name", None)
     if not isinstance(text, str) or not text:

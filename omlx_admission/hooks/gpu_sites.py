@@ -78,7 +78,12 @@ SITES: tuple[Site, ...] = (
         "diffusion",
         True,
         "others get their turn between two denoising steps that mlx-vlm reports",
-        Need(gpu_engine.VLM, "VLMBatchedEngine._iter_diffusion_outputs_sync", Kind.SYNC),
+        Need(
+            gpu_engine.VLM,
+            "VLMBatchedEngine._iter_diffusion_outputs_sync",
+            Kind.SYNC,
+            generator=True,
+        ),
     ),
     Site(
         "DFlash",

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from omlx_admission import __version__
-from omlx_admission.hooks import faults, gpu_engine, gpu_jobs
+from omlx_admission.hooks import faults, gpu_engine, gpu_jobs, gpu_native
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.policy.gpu_faults import GpuFault
-from omlx_admission.runtime import gpu_turn
 from omlx_admission.runtime.exposure_file import FILE_NAME
 from omlx_admission.runtime.exposure_line import Versions, system_version
 from omlx_admission.runtime.exposure_recorder import ExposureRecorder
@@ -243,7 +242,7 @@ def begin() -> None:
     if watch.recorder is not None or not isinstance(base, str | Path):
         return
     recorder = ExposureRecorder(
-        Path(base) / FILE_NAME, versions(), serialised=gpu_turn.current is not None
+        Path(base) / FILE_NAME, versions(), serialised=gpu_native.current() is not None
     )
     watch.recorder = recorder
     recorder.start()
@@ -284,6 +283,8 @@ def apply_core(module: Any, ledger: Ledger) -> None:
     ledger.wrap(module, "EngineCore.close", close)
     gpu_jobs.executors.add(module, ledger, job)
     ledger.wrap(module.mx, "synchronize", synchronize)
+    ours, watch.turn = watch.turn, gpu_native.current
+    ledger.on_undo(lambda: setattr(watch, "turn", ours))
 
 
 def apply_scheduler(module: Any, ledger: Ledger) -> None:

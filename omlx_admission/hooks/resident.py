@@ -376,13 +376,9 @@ async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     model_id = args[0] if args else kwargs["model_id"]
     holding.let_go(model_id)
     state = state_of(pool)
-    entry = pool._entries.get(model_id)
-    dying = entry.engine if entry is not None else None
     while (teardown := state.unloading.get(model_id)) is not None:
         await teardown.wait()
-        entry = pool._entries.get(model_id)
-        if entry is not None and entry.engine is not None and entry.engine is not dying:
-            return None  # what was to be unloaded is gone; this one came after it
+    entry = pool._entries.get(model_id)
     if entry is None or entry.engine is None:
         return await wrapped(*args, **kwargs)
     done = state.unloading[model_id] = asyncio.Event()

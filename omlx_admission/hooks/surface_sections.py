@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from omlx_admission.hooks import gate, gpu_sites
+from omlx_admission.hooks import gate, gpu_native, gpu_sites
 from omlx_admission.policy.exposure import Record
-from omlx_admission.runtime import gpu_turn
 from omlx_admission.runtime.gpu_watch import watch
 from omlx_admission.runtime.observe import Observer, Problem
 
@@ -20,8 +19,8 @@ from omlx_admission.runtime.observe import Observer, Problem
 def register(observer: Observer) -> list[Callable[[], None]]:
     """Register both. Returns what takes them out again."""
     exposure = Exposure()
-    turn = gpu_turn.current
-    if turn is not None and turn.observer is None:
+    turn = gpu_native.current()
+    if turn is not None and getattr(turn, "observer", turn) is None:  # oMLX's has none
         turn.observer = lambda span: observer.turn(span.name, span.asked, span.start, span.end)
     return [
         observer.register_section("gpu_turn", turn_section, turn_problems),
@@ -31,7 +30,7 @@ def register(observer: Observer) -> list[Callable[[], None]]:
 
 def turn_section() -> dict[str, Any]:
     """Who has the turn, who waits for it, and where it is held at all."""
-    turn = gpu_turn.current
+    turn = gpu_native.current()
     sites = [{"name": s.name, "covered": s.covered, "note": s.note} for s in _sites()]
     if turn is None:
         return {"on": False, "sites": sites}
@@ -67,7 +66,7 @@ def turn_section() -> dict[str, Any]:
 
 def turn_problems() -> Iterable[Problem]:
     """A turn held past its limit. While others wait, the turn itself logs it, with a stack."""
-    turn = gpu_turn.current
+    turn = gpu_native.current()
     if turn is None:
         return
     state = turn.snapshot()

@@ -72,10 +72,12 @@ class Watch:
     Attributes:
         recorder: the exposure ledger; None before the server knows its base path.
         exit: ends the process, given a reason; None where it must go on.
+        turn: the turn that engines take, or None.
     """
 
     recorder: ExposureRecorder | None = None
     exit: Callable[[str], object] | None = None
+    turn: Callable[[], gpu_turn.GpuTurn | None] = lambda: gpu_turn.current
     clock: Callable[[], float] = time.monotonic
     replays: Replays = field(default_factory=Replays)
     faults: dict[tuple[str, GpuFault], Fault] = field(default_factory=dict)
@@ -155,7 +157,7 @@ class Watch:
         )
 
     def _circumstances(self, now: float) -> str:
-        turn = gpu_turn.current
+        turn = self.turn()
         busy = ", ".join(f"{n} ({now - since:.1f} s)" for n, since in self.busy_now.items())
         if turn is None:
             return f"engines take no turns; busy: {busy or 'none'}"

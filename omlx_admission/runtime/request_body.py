@@ -80,8 +80,8 @@ class TopLevel:
         return stop + 1
 
     def _collect(self, piece: bytes, start: int, stop: int) -> None:
-        room = _LONGEST + 1 - len(self._string)
-        if self._depth == 1 and room > 0:
+        if self._depth == 1:
+            room = _LONGEST + 1 - len(self._string)
             self._string += piece[start : min(stop, start + room)]
 
     def _between(self, piece: bytes, at: int) -> int:

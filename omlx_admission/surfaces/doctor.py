@@ -112,6 +112,8 @@ def _sites(report: Report) -> list[gpu_sites.Site]:
 
 def _site_lines(report: Report) -> list[str]:
     state = report.verdict("gpu_turn").state.value
+    if state == State.NATIVE.value:
+        return ["", "GPU turn        native: this oMLX takes it where it wants"]
     lines = ["", f"GPU turn        {state}; the places where oMLX submits GPU work:"]
     for site in _sites(report):
         mark = "covered" if site.covered else "not covered"

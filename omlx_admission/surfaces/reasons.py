@@ -88,6 +88,9 @@ def _undecided(
             f"{_names(wish.victims)} is idle but kept a moment: its requests keep coming back",
         )
     if wish.kind is PlanKind.SETTLE:
+        told = [m.model for m in view.models.values() if m.unloading and m.busy]
+        if told:
+            return "draining", f"{_names(told)} finishes what runs, and is unloaded"
         return "settling", "memory of a model that left is not free yet"
     if wish.kind is PlanKind.BLOCKED:
         return "no_room", "memory is held by what no swap can move"

@@ -103,6 +103,35 @@ def test_bound_methods_and_partials_are_recognised() -> None:
     assert gpu_jobs.recognise(functools.partial(print)) is None
 
 
+def test_a_job_that_omlx_decorates_itself_keeps_its_model() -> None:
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def work(*args: Any) -> Any:
+            return function(*args)
+
+        return work
+
+    class Engine:
+        _model_name = "/models/speaker/"
+
+        @decorated
+        def poll_sync(self) -> None: ...
+
+        def local(self) -> Callable[[], Any]:
+            @decorated
+            def _next_chunk() -> str:
+                return self._model_name
+
+            return _next_chunk
+
+    Engine.poll_sync.__wrapped__.__module__ = "omlx.engine.stt"  # type: ignore[attr-defined]
+    local = Engine().local()
+    local.__wrapped__.__module__ = "omlx.engine.stt"  # type: ignore[attr-defined]
+    for job in (gpu_jobs.recognise(Engine().poll_sync), gpu_jobs.recognise(local)):
+        assert job is not None
+        assert job.name == "speaker"
+
+
 def test_a_cache_clear_goes_on_without_the_turn_rather_than_fail(
     executor: Any, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,3 +479,6 @@ def test_the_list_of_sites_of_one_omlx_leaves_out_what_it_lacks(
     assert "decode burst" in found
     assert "keep-warm" not in found
     assert "keep-warm" in {s.name for s in gpu_sites.present(None)}
+    for source in pytestconfig.getoption("--omlx-src"):
+        real = {s.name for s in gpu_sites.present(Source(find(Path(source))))}
+        assert real >= {s.name for s in gpu_sites.SITES if s.covered} - {"keep-warm"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,13 @@ def played(make_house: Make, seed: int, rounds: int, **settings: Any) -> Rounds:
         await plays[0].run(rounds)
         house.assert_idle()
 
-    run(test)
+    # An unload collects garbage several times; pytest's own is not its business.
+    gc.collect()
+    gc.freeze()
+    try:
+        run(test)
+    finally:
+        gc.unfreeze()
     return plays[0]
 
 
@@ -40,9 +47,9 @@ def played(make_house: Make, seed: int, rounds: int, **settings: Any) -> Rounds:
 def test_b12_no_engine_goes_between_its_hand_out_and_its_use(
     make_house: Make, seed: int
 ) -> None:
-    play = played(make_house, seed, 50)
+    play = played(make_house, seed, 40)
     assert play.problems == []
-    assert play.uses == 100
+    assert play.uses == 80
     assert play.unloads > 10
     assert len(play.evictions) == 5
 

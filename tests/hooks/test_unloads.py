@@ -51,6 +51,34 @@ def test_b52_an_unload_waits_for_what_runs_and_newcomers_get_the_next_engine(
     run(test)
 
 
+@pytest.mark.parametrize("told_by", ["hand", "somebody else"])
+def test_who_waits_for_a_model_that_is_told_to_leave_does_not_keep_it(
+    make_house: Make, told_by: str
+) -> None:
+    """The queue must not take the model's own next load for a swap that drains it."""
+
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        engine = await house.get("a")
+        if told_by == "hand":
+            by_hand = unload(house.pool)
+            await settle()
+        else:
+            house.pool._mark_pending_unload_locked("a", "some reason")
+        reason = house.entry("a").pending_unload_reason
+        late = house.ask("a")
+        await asyncio.sleep(0.1)
+        assert house.entry("a").pending_unload_reason == reason
+        await house.release("a")
+        assert await late is not engine
+        if told_by == "hand":
+            assert await by_hand.task == "unloaded"
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
 def test_an_idle_model_is_unloaded_in_the_same_step(make_house: Make) -> None:
     async def test() -> None:
         house = make_house()

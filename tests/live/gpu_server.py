@@ -9,6 +9,8 @@ its work in flight included.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import os
 import threading
@@ -58,9 +60,39 @@ def _record(path: str) -> None:
     def wrap(name: str) -> Any:
         return lambda module: wrapt.wrap_function_wrapper(module, name, work)
 
-    # Before omlx-admission's own hooks: these wrappers lie inside its.
+    # Innermost: before omlx-admission's own hooks, and before an oMLX that takes turns by
+    # itself decorates its methods.
+    if _takes_turns_itself():
+        wrapt.register_post_import_hook(lambda m: _inside(m, work), "omlx.gpu_turn")
+        return
     wrapt.register_post_import_hook(wrap("EngineCore._step_burst"), "omlx.engine_core")
     wrapt.register_post_import_hook(wrap("MLXEmbeddingModel.embed"), "omlx.models.embedding")
+
+
+def _takes_turns_itself() -> bool:
+    spec = importlib.util.find_spec("omlx")
+    places = spec.submodule_search_locations if spec is not None else None
+    return any((Path(place) / "gpu_turn").is_dir() for place in places or ())
+
+
+def _inside(gpu_turn: Any, work: Any) -> None:
+    """Make its decorators wrap what is written down instead of the bare method."""
+    burst, one_turn = gpu_turn.burst, gpu_turn.one_turn
+
+    def written_turn(site: str, *args: Any, **kwargs: Any) -> Any:
+        decorate = one_turn(site, *args, **kwargs)
+        return lambda f: decorate(_written(f, work)) if site == "embedding" else decorate(f)
+
+    gpu_turn.burst = lambda method: burst(_written(method, work))
+    gpu_turn.one_turn = written_turn
+
+
+def _written(method: Any, work: Any) -> Any:
+    @functools.wraps(method)
+    def call(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        return work(functools.partial(method, instance), instance, args, kwargs)
+
+    return call
 
 
 if __name__ == "__main__":

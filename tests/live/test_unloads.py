@@ -113,10 +113,15 @@ async def call(
 PUBLIC = "/v1/models/a/unload"
 
 
-def test_b52_an_unload_drains_and_all_who_ask_share_it(server: Server, log: Log) -> None:
+def test_b52_b60_an_unload_drains_and_all_who_ask_share_it(server: Server, log: Log) -> None:
     client = Client(server.url)
 
-    async def scenario() -> tuple[list[Answer], list[httpx.Response | None]]:
+    async def look(delay: float) -> tuple[int, Any]:
+        await asyncio.sleep(delay)
+        health, _ = await client.get("/health")
+        return health, (await client.get("/admission/status"))[1]
+
+    async def scenario() -> tuple[list[Answer], list[Any]]:
         await client.chat("a")
         stream, late, *rest = await asyncio.gather(
             client.chat("a", tokens=LONG, stream=True),
@@ -127,10 +132,11 @@ def test_b52_an_unload_drains_and_all_who_ask_share_it(server: Server, log: Log)
             call(server, "POST", PUBLIC + "?mode=if-idle", delay=0.2),
             call(server, "POST", "/admin/api/models/a/unload?mode=if-idle", delay=0.2),
             call(server, "POST", PUBLIC + "?mode=later", delay=0.2),
+            look(0.8),
         )
         return [stream, late], rest
 
-    (stream, late), (*answers, idle, idle_admin, wrong) = asyncio.run(scenario())
+    (stream, late), (*answers, idle, idle_admin, wrong, seen) = asyncio.run(scenario())
     assert stream.ok, stream
     assert "[DONE]" in stream.body
     assert late.ok, late
@@ -141,6 +147,19 @@ def test_b52_an_unload_drains_and_all_who_ask_share_it(server: Server, log: Log)
     # Both unloads are one; A and B came back, each once, in the order of their asking.
     assert log.loads[:3] == ["a", "a", "b"]
     assert log.text.count("'a' drains, to be unloaded by hand") == 1
+    # Meanwhile: healthy, and the status says what A does and who waits for it.
+    health, status = seen
+    assert health == 200
+    shown = next(m for m in status["models"] if m["model"] == "a")
+    assert (shown["state"], shown["waiting"]) == ("draining", 1)
+    assert shown["progress"]["for"] == "an unload by hand"
+    assert status["health"]["ok"] is True
+    assert max(m["oldest_s"] for m in status["queue"]["models"]) > 0
+    first = status["queue"]["models"][0]
+    assert (first["reason"], first["text"]) == (
+        "draining",
+        "'a' finishes what runs, and is unloaded",
+    )
     assert idle is not None
     assert idle.status_code == 409
     assert idle.json()["error"]["code"] == "model_not_idle"

@@ -40,6 +40,17 @@ def test_the_top_level_is_the_parsers(
     assert top.fields() == flat(content)
 
 
+def test_it_may_be_cut_anywhere() -> None:
+    nested = [{"b": ']}\\"'}]
+    content = {"a": 'x\\"', "\\": nested, "stream": True, "é\n": "\\\\"}
+    whole = json.dumps(content).encode()
+    for cut in range(len(whole)):
+        top = TopLevel()
+        top.feed(whole[:cut])
+        top.feed(whole[cut:])
+        assert top.fields() == flat(content), whole[:cut]
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b'"stream"', b"}{", b"\\", b'{"stream":tru', b"]]]" * 9]
 )

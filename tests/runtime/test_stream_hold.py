@@ -49,6 +49,9 @@ def loop() -> Iterator[VirtualLoop]:
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
     yield loop
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.turn()
     asyncio.set_event_loop(None)
     loop.close()
 
@@ -78,8 +81,9 @@ class Exchange:
         await app(scope, self.incoming.get, self._send)
 
     async def _send(self, message: Any) -> None:
-        if self.blocked is not None:
-            await self.blocked.wait()
+        blocked, self.blocked = self.blocked, None
+        if blocked is not None:
+            await blocked.wait()
         self.sent.append(message)
 
     @property
@@ -187,7 +191,12 @@ def test_keepalives_come_after_the_hold_and_then_at_the_interval(
 )
 @pytest.mark.parametrize("refusal", [None, BUSY])
 def test_others_get_no_byte_before_their_answer(
-    loop: VirtualLoop, waiter: Waiter, path: str, body: Any, refusal: Refusal | None
+    loop: VirtualLoop,
+    waiter: Waiter,
+    path: str,
+    body: Any,
+    refusal: Refusal | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     exchange = Exchange(loop, waiter, path, body)
     loop.advance(20 * AFTER)
@@ -198,6 +207,7 @@ def test_others_get_no_byte_before_their_answer(
     end(exchange, waiter)
     assert exchange.status == (503 if refusal else 200)
     assert exchange.keepalives == 0
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("rule", [None, Rule(AFTER, lambda _protocol: None)])
@@ -240,6 +250,26 @@ def test_who_was_served_in_time_is_left_alone(loop: VirtualLoop, waiter: Waiter)
     go_on.set()
     loop.turn()
     assert exchange.text == "data: 1\n\ndata: [DONE]\n\n"
+
+
+def test_an_answer_that_has_begun_needs_its_body_no_more(
+    loop: VirtualLoop, waiter: Waiter
+) -> None:
+    held: list[Any] = []
+
+    async def slow(send: Any) -> None:
+        request = requests.current.get()
+        assert request is not None
+        assert request.hold is not None
+        held.append(request.hold._body)
+        await send({"type": "http.response.start", "status": 200, "headers": SSE})
+        held.append(request.hold._body)
+
+    waiter.answer = slow
+    exchange = Exchange(loop, waiter)
+    end(exchange, waiter)
+    assert held[0] is not None
+    assert held[1] is None
 
 
 def test_the_hold_counts_from_the_first_wait(loop: VirtualLoop) -> None:
@@ -293,13 +323,13 @@ def test_a_slow_reader_gets_its_frames_whole_and_in_order(
 ) -> None:
     exchange = Exchange(loop, waiter)
     loop.advance(AFTER)
-    exchange.blocked = asyncio.Event()
+    blocked = exchange.blocked = asyncio.Event()
     loop.advance(3 * INTERVAL)
     assert exchange.keepalives == 1
     waiter.go.set()
     loop.turn()
     assert not exchange.task.done(), "the answer waits for the frame that is being sent"
-    exchange.blocked.set()
+    blocked.set()
     loop.turn()
     assert exchange.task.done()
     assert exchange.keepalives == 2
@@ -516,6 +546,8 @@ class Queue:
     """The application of a route whose model 'b' waits for 'a', which is busy."""
 
     def __init__(self, loop: VirtualLoop, **settings: Any) -> None:
+        self.go_on = asyncio.Event()
+        self.go_on.set()
         self.pool = FakePool({"a": Model(6), "b": Model(6)}, ceiling=10)
         self.pool.models["a"].engine = object()
         self.pool.models["a"].leases = 1
@@ -529,7 +561,25 @@ class Queue:
         except Exception:
             await whole(send, 500, JSON, b"{}")
         else:
+            await self.go_on.wait()
             await whole(send)
+
+
+def test_a_waiter_that_is_served_in_time_is_left_alone(loop: VirtualLoop) -> None:
+    queue = Queue(loop)
+    queue.go_on.clear()
+    exchange = Exchange(loop, queue)
+    loop.advance(AFTER - 1)
+    queue.pool.models["a"].leases = 0
+    loop.call_soon(queue.admission.released, "a")
+    loop.turn()
+    queue.pool.end_load("b")
+    loop.turn()
+    loop.advance(10 * AFTER)
+    assert exchange.sent == []
+    queue.go_on.set()
+    loop.turn()
+    assert exchange.text == "data: 1\n\ndata: [DONE]\n\n"
 
 
 def test_a_waiter_of_the_queue_is_kept_alive_and_served(loop: VirtualLoop) -> None:

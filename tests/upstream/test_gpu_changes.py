@@ -1,0 +1,193 @@
+"""The GPU turn and the exit as changes of oMLX: what an edited stand-in does by itself.
+
+The tests that the changes bring along need the whole of oMLX but for the turn's own; they
+run in edited checkouts of real releases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import libcst as cst
+import pytest
+
+from omlx_admission.upstream import entries, nested, register
+from omlx_admission.upstream.apply import make
+from omlx_admission.upstream.change import AnchorMissing, Refused
+
+
+@pytest.fixture
+def edited(checkout: Path) -> Path:
+    """A stand-in with both changes."""
+    for name in ("gpu-turn", "submissions-exit"):
+        make(checkout, name)
+    return checkout
+
+
+def python(
+    tree: Path, *arguments: str, admission: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with the edited tree's oMLX, without this package unless asked."""
+    paths = [str(tree)]
+    if admission:
+        paths.append(str(Path(register.folder()).parent))
+    environment = {**os.environ, "OMLX_ADMISSION": str(int(admission)), **variables}
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_the_turn_that_is_added_passes_its_own_tests(edited: Path) -> None:
+    (edited / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
+    done = python(
+        edited, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu_turn.py"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "9 passed" in done.stdout
+
+
+IGNORED = (
+    "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU "
+    "errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"
+)
+
+
+@pytest.mark.parametrize(("text", "status"), [(IGNORED, 70), ("Caused GPU Hang", 3)])
+def test_work_that_the_driver_ignores_ends_the_process(
+    edited: Path, text: str, status: int
+) -> None:
+    code = f"""
+from omlx.engine_core import get_mlx_executor
+
+def fail():
+    raise RuntimeError({text!r})
+
+try:
+    get_mlx_executor().submit(fail).result(60)
+except RuntimeError:
+    raise SystemExit(3)
+"""
+    done = python(edited, "-c", code)
+    assert done.returncode == status, done.stderr
+
+
+REPORT = """
+import json, sys
+from omlx_admission import _startup
+
+_startup.main()
+import omlx.server
+from omlx_admission.hooks import install
+
+report = install.current()
+core = omlx.engine_core.EngineCore
+print(json.dumps({
+    "states": {v.feature.name: v.state.value for v in report.verdicts},
+    "wrapped": {v.feature.name: v.wrapped for v in report.verdicts},
+    "reasons": {v.feature.name: v.reasons for v in report.verdicts},
+}))
+"""
+
+
+def test_the_package_on_an_edited_omlx_wraps_nothing_twice(
+    edited: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "settings.json").write_text('{"scheduler": {"serialize_engine_gpu": true}}')
+    done = python(edited, "-c", REPORT, admission=True, OMLX_BASE_PATH=str(base))
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    for feature in ("gpu_turn", "gpu_setting", "gpu_lockout"):
+        assert found["states"][feature] == "native"
+        assert found["wrapped"][feature] == []
+    # What is not in the changes goes on, round what they have decorated.
+    assert found["states"]["exposure"] == "applied", found["reasons"]["exposure"]
+
+
+SITES = {
+    "engine_core.py": ("_step_burst", "fail_now"),
+    "scheduler.py": ("fail_all_requests", "fail_everything"),
+    "models/embedding.py": ("def embed(", "def vectors("),
+    "settings.py": ("class SchedulerSettings", "class QueueSettings"),
+    "server.py": ("def init_server(", "def set_up_server("),
+    "decode_activity.py": ("def get_decode_activity", "def decode_registry"),
+}
+
+
+@pytest.mark.parametrize("path", SITES)
+def test_a_site_that_moved_is_refused_with_its_name(checkout: Path, path: str) -> None:
+    from omlx_admission.upstream.plan import plan
+
+    file = checkout / "omlx" / path
+    old, new = SITES[path]
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(Refused, match=f"gpu-turn: omlx/{path}: "):
+        plan(checkout, register.select("gpu-turn"))
+
+
+def test_an_omlx_without_the_optional_engine_is_edited_all_the_same(checkout: Path) -> None:
+    assert not (checkout / "omlx" / "engine" / "dflash.py").exists()
+    change = register.changes()["gpu-turn"]
+    assert "engine/dflash.py" in change.optional
+    assert change.optional < set(change.edits)
+
+
+class TestEdits:
+    """The edits that these changes needed, on code that is not oMLX's."""
+
+    def test_a_statement_in_a_loop_is_found_and_dots_stand_for_arguments(self) -> None:
+        code = "def f():\n    for x in y:\n        z = g(x, 1)\n        h(z)\n"
+        done = nested.insert_beside(
+            cst.parse_module(code), "f", "z = g(...)", "before()", before=True
+        )
+        assert "    for x in y:\n        before()\n        z = g(x, 1)\n" in done.code
+        with pytest.raises(AnchorMissing, match="no statement z = k"):
+            nested.insert_beside(cst.parse_module(code), "f", "z = k(...)", "w()")
+
+    def test_a_handler_without_a_name_gets_one_and_loses_its_pass(self) -> None:
+        code = "def f():\n    try:\n        g()\n    except ValueError:\n        pass\n"
+        done = nested.insert_in_handlers(cst.parse_module(code), "f", "ValueError", "look({})")
+        assert done.code == code.replace("ValueError:", "ValueError as e:").replace(
+            "pass", "look(e)"
+        )
+        with pytest.raises(AnchorMissing, match="no handler of KeyError"):
+            nested.insert_in_handlers(cst.parse_module(code), "f", "KeyError", "look({})")
+
+    def test_a_field_a_keyword_and_an_entry_come_last(self) -> None:
+        code = (
+            "class C:\n    a: int = 1\n\n    def f(self):\n        return cls(\n"
+            "            a=1,\n            b=2,\n        )\n\n"
+            "def g():\n    return {\n        'a': 1,\n        'b': 2,\n    }\n"
+        )
+        module = entries.insert_field(cst.parse_module(code), "C", "c: int = 3")
+        module = entries.add_keyword(module, "C.f", "cls", "c", "3")
+        module = entries.add_entry(module, "g", "c", "3")
+        assert "    a: int = 1\n    c: int = 3\n" in module.code
+        assert "            b=2,\n            c=3,\n        )" in module.code
+        assert "        'b': 2,\n        \"c\": 3,\n    }" in module.code
+        with pytest.raises(AnchorMissing, match="0 calls of make"):
+            entries.add_keyword(module, "C.f", "make", "c", "3")
+
+    def test_names_are_imported_with_those_of_the_same_module(self) -> None:
+        code = "import os\n\nfrom .b import Two, three\n"
+        done = entries.import_name(cst.parse_module(code), ".b", "ONE")
+        assert done.code == "import os\n\nfrom .b import ONE, Two, three\n"
+        done = entries.import_name(done, ".a", "x")
+        assert "from .a import x\nfrom .b import" in done.code
+        alone = entries.import_name(cst.parse_module("import os\n\nx = 1\n"), ".a", "x")
+        assert alone.code == "import os\n\nfrom .a import x\n\nx = 1\n"
