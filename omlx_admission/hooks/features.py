@@ -14,6 +14,7 @@ from omlx_admission.hooks import (
     gpu_turn,
     gpu_watch,
     holding,
+    model_dirs,
     off_loop,
     queue,
     requests,
@@ -187,7 +188,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("resident", resident.POOL, lambda m, ledger, _w: resident.apply_outer(m, ledger)),
     Part("unloads", resident.POOL, lambda m, ledger, _w: unloads.apply(m, ledger)),
-    Part("unloads", unloads.ADMIN, lambda m, ledger, _w: unloads.apply_admin(m, ledger)),
+    Part("unloads", unloads.ADMIN, lambda m, ledger, _w: model_dirs.apply(m, ledger)),
     Part(
         "queue",
         queue.UVICORN,

@@ -15,6 +15,7 @@ import contextvars
 import logging
 from typing import Any
 
+from omlx_admission.hooks import faults
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.pool_port import OmlxPool
 from omlx_admission.hooks.pool_state import marked_by_us, state_of
@@ -43,21 +44,28 @@ _followers: set[asyncio.Task[None]] = set()
 def mark(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     """Follow each mark that is not ours to its end."""
     marked = wrapped(*args, **kwargs)
-    model = args[0] if args else kwargs["model_id"]
-    entry = pool._entries.get(model)
-    admission = state_of(pool).admission
-    if marked and admission is not None and not marked_by_us(entry):
-        assert isinstance(admission.port, OmlxPool)
-        # Whoever marks may be a request; what follows does not end with it.
-        task = asyncio.get_running_loop().create_task(
-            _follow(pool, admission.port, model),
-            name=f"admission-pending:{model}",
-            context=contextvars.Context(),
-        )
-        _followers.add(task)
-        task.add_done_callback(_followers.discard)
-        admission.changed()
+    if marked:
+        try:
+            _begin_to_follow(pool, args[0] if args else kwargs["model_id"])
+        except Exception as error:  # noqa: BLE001 - the mark stands, as in stock
+            faults.note("the follower of pending unloads", error)
     return marked
+
+
+def _begin_to_follow(pool: Any, model: str) -> None:
+    admission = state_of(pool).admission
+    if admission is None or not _is_marked(pool, model):
+        return
+    assert isinstance(admission.port, OmlxPool)
+    # Whoever marks may be a request; what follows does not end with it.
+    task = asyncio.get_running_loop().create_task(
+        _follow(pool, admission.port, model),
+        name=f"admission-pending:{model}",
+        context=contextvars.Context(),
+    )
+    _followers.add(task)
+    task.add_done_callback(_followers.discard)
+    admission.changed()
 
 
 async def _follow(pool: Any, port: OmlxPool, model: str) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import enum
+import inspect
+import logging
 from typing import Any
 from urllib.parse import parse_qs
 
 from omlx_admission.hooks.pool_port import OmlxPool, admission_refused
 from omlx_admission.hooks.pool_state import state_of
 from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.admission import Admission
 from omlx_admission.runtime.refusal import Refusal, retry_after
+
+logger = logging.getLogger("omlx.admission")
 
 
 class Mode(enum.Enum):
@@ -88,13 +91,36 @@ def expired(pool: Any, model: str, request: requests.Request | None) -> Exceptio
     return _refused(Refusal(503, "model_busy", text, hint), request)
 
 
-def client_left(admission: Admission) -> Exception:
+def client_left() -> Exception:
     """What ends an unload whose client has gone; nobody reads it."""
     gone = Refusal(503, "client_left", "The client left while it waited.", 1)
-    return admission.port.refused(gone)
+    return admission_refused()(gone)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether ``error`` is what we answer, and no fault of ours."""
+    return isinstance(error, admission_refused())
 
 
 def _refused(refusal: Refusal, request: requests.Request | None) -> Exception:
     if request is not None and is_unload(request):
         request.refusal = refusal
     return admission_refused()(refusal)
+
+
+async def end_requests(engine: Any, model: str) -> None:
+    """End what runs with an error event: stock leaves streams waiting for ever."""
+    abort = getattr(engine, "abort_all_requests", None)
+    if not callable(abort):
+        return
+    logger.info("admission: requests of '%s' are ended for its unload", model)
+    arguments: dict[str, str] = {}
+    if "reason" in inspect.signature(abort).parameters:
+        arguments = {
+            "reason": f"Model '{model}' was unloaded by hand",
+            "error_code": "model_unloading",
+        }
+    try:
+        await abort(**arguments)
+    except Exception:
+        logger.warning("admission: ending requests of '%s' failed", model, exc_info=True)

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 import logging
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,9 +58,11 @@ NEEDS = (
 _CUT_S = 10.0
 
 #: Set while the model folders change: every unload within has to happen.
-_must_happen: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "omlx_admission_unload_must_happen", default=False
+must_happen_now: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "omlx_admission_unloadmust_happen_now", default=False
 )
+
+_deadlines: weakref.WeakKeyDictionary[requests.Request, float] = weakref.WeakKeyDictionary()
 
 #: Set while one of us tears down: what stock calls within has waited already.
 _waited: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -69,7 +71,7 @@ _waited: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 
 @dataclass(slots=True)
-class _Errand:
+class Errand:
     """One unload that was asked for by hand, of a model that is in use."""
 
     pool: Any
@@ -90,26 +92,26 @@ async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     """Let a model that is in use come to rest before stock tears it down."""
     model = args[0] if args else kwargs["model_id"]
     try:
-        errand = _errand(pool, model)
+        errand = errand_of(pool, model)
     except Exception as error:  # noqa: BLE001 - stock unloads whatever we do
         faults.note("the unload by hand", error)
         errand = None
     if errand is None:
         return await wrapped(*args, **kwargs)
-    return await _carry_out(errand, lambda: wrapped(*args, **kwargs))
+    return await carry_out(errand, lambda: wrapped(*args, **kwargs))
 
 
 async def request_unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     """The admin's unload since 0.6.2, which ends what runs: only where that is wanted."""
     model = args[0] if args else kwargs["model_id"]
     try:
-        errand = _errand(pool, model)
+        errand = errand_of(pool, model)
     except Exception as error:  # noqa: BLE001 - as above
         faults.note("the unload by hand", error)
         errand = None
     if errand is None or errand.now:
         return await wrapped(*args, **kwargs)
-    unloaded = await _carry_out(errand, lambda: wrapped(*args, **kwargs))
+    unloaded = await carry_out(errand, lambda: wrapped(*args, **kwargs))
     return True if unloaded is None else unloaded
 
 
@@ -124,13 +126,18 @@ def get_entry(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     request = requests.current.get()
     if request is None or entry is None or not unload_modes.is_unload(request):
         return entry
-    mode = unload_modes.mode_of(request)
-    if mode is Mode.IF_IDLE:
-        unload_modes.refuse_unless_idle(pool, request, args[0] if args else kwargs["model_id"])
+    try:
+        if unload_modes.mode_of(request) is Mode.IF_IDLE:
+            model = args[0] if args else kwargs["model_id"]
+            unload_modes.refuse_unless_idle(pool, request, model)
+    except Exception as error:
+        if unload_modes.is_refusal(error):
+            raise
+        faults.note("the mode of an unload", error)
     return entry
 
 
-def _errand(pool: Any, model: str) -> _Errand | None:
+def errand_of(pool: Any, model: str) -> Errand | None:
     """What has to be done before stock may unload ``model``; None where it may at once."""
     state = state_of(pool)
     asked_in, admission = requests.current.get(), state.admission
@@ -150,16 +157,22 @@ def _errand(pool: Any, model: str) -> _Errand | None:
     in_request = not asked_in.ended and asyncio.current_task() is asked_in.task
     request = asked_in if in_request else None
     mode = unload_modes.mode_of(request) if request is not None else Mode.DRAIN
-    return _Errand(
+    return Errand(
         pool,
         admission,
         model,
         entry.engine,
         request,
-        asyncio.get_running_loop().time() + admission.budget(request),
+        _deadline(request, admission),
         now=mode is Mode.NOW,
-        must_happen=_must_happen.get() or asked_in.method == "DELETE",
+        must_happen=must_happen_now.get() or asked_in.method == "DELETE",
     )
+
+
+def _deadline(request: requests.Request | None, admission: Admission) -> float:
+    """When this unload gives up: one budget for all that one request unloads."""
+    deadline = asyncio.get_running_loop().time() + admission.budget(request)
+    return deadline if request is None else _deadlines.setdefault(request, deadline)
 
 
 def _is_enforcer(pool: Any) -> bool:
@@ -167,27 +180,16 @@ def _is_enforcer(pool: Any) -> bool:
     return task is not None and task is asyncio.current_task()
 
 
-async def _carry_out(errand: _Errand, teardown: Callable[[], Awaitable[Any]]) -> Any:
+async def carry_out(errand: Errand, teardown: Callable[[], Awaitable[Any]]) -> Any:
     leave = _join(errand)
     leave.askers += 1
-    loop = asyncio.get_running_loop()
     try:
-        if errand.now:
-            await _end_requests(errand)
-            ended = await leave.wait(
-                lambda: _may_go(errand, leave), loop.time() + _CUT_S, errand.request
-            )
-        else:
-            # A deletion that stops half-way is worse than one that nobody waits for.
-            watched = None if errand.must_happen else errand.request
-            ended = await leave.wait(lambda: _may_go(errand, leave), errand.deadline, watched)
-        if ended is Ended.EXPIRED and errand.must_happen:
-            await _end_requests(errand)
-            await leave.wait(lambda: _may_go(errand, leave), loop.time() + _CUT_S, None)
-        elif ended is Ended.LEFT and not errand.now:
-            raise unload_modes.client_left(errand.admission)
-        elif ended is Ended.EXPIRED and not errand.now:
-            raise unload_modes.expired(errand.pool, errand.model, errand.request)
+        try:
+            await _come_to_rest(errand, leave)
+        except Exception as error:
+            if unload_modes.is_refusal(error):
+                raise
+            faults.note("the unload by hand", error)
         if _gone(errand):
             return None
         leave.tearing_down = True
@@ -203,12 +205,39 @@ async def _carry_out(errand: _Errand, teardown: Callable[[], Awaitable[Any]]) ->
             _withdraw(errand, leave)
 
 
-def _gone(errand: _Errand) -> bool:
+async def _come_to_rest(errand: Errand, leave: Leave) -> None:
+    """Return when the teardown may begin, in the very step.
+
+    Raises:
+        Exception: our refusal: the budget has ended, or the client has left.
+    """
+    loop = asyncio.get_running_loop()
+
+    def may_go() -> bool:
+        return _may_go(errand, leave)
+
+    if errand.now:
+        await unload_modes.end_requests(errand.engine, errand.model)
+        await leave.wait(may_go, loop.time() + _CUT_S, None)
+        return
+    # A deletion that stops half-way is worse than one that nobody waits for.
+    watched = None if errand.must_happen else errand.request
+    ended = await leave.wait(may_go, errand.deadline, watched)
+    if ended is Ended.EXPIRED and errand.must_happen:
+        await unload_modes.end_requests(errand.engine, errand.model)
+        await leave.wait(may_go, loop.time() + _CUT_S, None)
+    elif ended is Ended.LEFT:
+        raise unload_modes.client_left()
+    elif ended is Ended.EXPIRED:
+        raise unload_modes.expired(errand.pool, errand.model, errand.request)
+
+
+def _gone(errand: Errand) -> bool:
     entry = errand.pool._entries.get(errand.model)
     return entry is None or entry.engine is not errand.engine
 
 
-def _may_go(errand: _Errand, leave: Leave) -> bool:
+def _may_go(errand: Errand, leave: Leave) -> bool:
     """Whether the wait is over: the engine has gone, or nothing keeps it from going."""
     if _gone(errand):
         return errand.model not in errand.state.unloading
@@ -221,7 +250,7 @@ def _may_go(errand: _Errand, leave: Leave) -> bool:
     )
 
 
-def _join(errand: _Errand) -> Leave:
+def _join(errand: Errand) -> Leave:
     """Close the model's gate, or join who has closed it already."""
     leave = errand.state.leaving.get(errand.model)
     if leave is not None and leave.engine is errand.engine:
@@ -238,11 +267,11 @@ def _join(errand: _Errand) -> Leave:
     return leave
 
 
-def _is_ours_to_set(errand: _Errand) -> bool:
+def _is_ours_to_set(errand: Errand) -> bool:
     return errand.model in errand.admission.policy.marked
 
 
-def _withdraw(errand: _Errand, leave: Leave) -> None:
+def _withdraw(errand: Errand, leave: Leave) -> None:
     """Nobody asks any more. A model that is still there serves on."""
     state, admission = errand.state, errand.admission
     if state.leaving.get(errand.model) is leave:
@@ -262,91 +291,9 @@ def _withdraw(errand: _Errand, leave: Leave) -> None:
     admission.changed()
 
 
-async def _end_requests(errand: _Errand) -> None:
-    """End what runs with an error event: stock leaves streams waiting for ever."""
-    abort = getattr(errand.engine, "abort_all_requests", None)
-    if not callable(abort):
-        return
-    logger.info("admission: requests of '%s' are ended for its unload", errand.model)
-    arguments: dict[str, str] = {}
-    if "reason" in inspect.signature(abort).parameters:
-        arguments = {
-            "reason": f"Model '{errand.model}' was unloaded by hand",
-            "error_code": "model_unloading",
-        }
-    try:
-        await abort(**arguments)
-    except Exception:
-        logger.warning("admission: ending requests of '%s' failed", errand.model, exc_info=True)
-
-
-async def change_model_dirs(wrapped: Any, _module: Any, args: Any, kwargs: Any) -> Any:
-    """Unload everything, and load nothing until stock has forgotten its old entries.
-
-    Stock unloads one model after another and then drops all entries: an engine that
-    was loaded in between would hold its memory for good.
-    """
-    state: PoolState | None = None
-    try:
-        pool = _admin_pool()
-        admission = None if pool is None else state_of(pool).admission
-        if pool is not None and admission is not None and not admission.broken:
-            state = state_of(pool)
-    except Exception as error:  # noqa: BLE001 - stock does it in its own way
-        faults.note("the change of model folders", error)
-    if state is None or state.reloading is not None:
-        return await wrapped(*args, **kwargs)
-    state.reloading = asyncio.Event()
-    token = _must_happen.set(True)
-    try:
-        await _clear(pool, state)
-        return await wrapped(*args, **kwargs)
-    finally:
-        _must_happen.reset(token)
-        state.reloading.set()
-        state.reloading = None
-        state.changed()
-
-
-async def _clear(pool: Any, state: PoolState) -> None:
-    """Let loads end, then unload side by side what is in use, each when it is at rest.
-
-    What is idle serves on until stock unloads it: that takes no time.
-    """
-    assert state.admission is not None
-    request = requests.current.get()
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + state.admission.budget(request)
-    await Leave(None).wait(
-        lambda: not any(e.is_loading for e in pool._entries.values()), deadline, None
-    )
-    errands = [e for m in pool.get_loaded_model_ids() if (e := _errand(pool, m)) is not None]
-
-    def teardown(model: str) -> Callable[[], Awaitable[Any]]:
-        return lambda: pool._unload_engine(model)
-
-    results = await asyncio.gather(
-        *(_carry_out(e, teardown(e.model)) for e in errands), return_exceptions=True
-    )
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-
-
-def _admin_pool() -> Any:
-    import omlx.admin.routes as routes
-
-    return routes._get_engine_pool() if routes._get_engine_pool else None
-
-
 def apply(module: Any, ledger: Ledger) -> None:
     """Wrap the pool, outside of the wrappers that mark a teardown and join it."""
     ledger.wrap(module, "EnginePool._unload_engine", unload)
     ledger.wrap(module, "EnginePool.get_entry", get_entry)
     if hasattr(module.EnginePool, "request_unload"):
         ledger.wrap(module, "EnginePool.request_unload", request_unload)
-
-
-def apply_admin(module: Any, ledger: Ledger) -> None:
-    """Wrap the change of model folders."""
-    ledger.wrap(module, "_apply_model_dirs_runtime", change_model_dirs)

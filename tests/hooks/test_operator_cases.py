@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import unloads
+from omlx_admission.hooks import model_dirs, unloads
 from omlx_admission.hooks.pool_port import admission_refused
 from omlx_admission.hooks.pool_state import state_of
-from omlx_admission.runtime import request as requests
 
 from .by_hand import ByHand
 from .conftest import SIZES, House, run, settle, until
@@ -154,7 +153,7 @@ def change_dirs(models: Path, mocker: Any) -> Iterator[Callable[[House], ByHand]
 
     def change(house: House, **request: Any) -> ByHand:
         pool = house.pool
-        mocker.patch.object(unloads, "_admin_pool", lambda: pool)
+        mocker.patch.object(model_dirs, "_admin_pool", lambda: pool)
 
         async def stock(dirs: list[str]) -> tuple[bool, str]:
             for model in pool.get_loaded_model_ids():
@@ -168,7 +167,7 @@ def change_dirs(models: Path, mocker: Any) -> Iterator[Callable[[House], ByHand]
             return True, "ok"
 
         return ByHand(
-            lambda: unloads.change_model_dirs(stock, None, ([str(models)],), {}),
+            lambda: model_dirs.change_model_dirs(stock, None, ([str(models)],), {}),
             path="/admin/api/reload",
             **request,
         )
@@ -433,24 +432,24 @@ def test_b60_a_load_that_hangs_ends_its_waiters_and_no_resident_notices(
     make_house: Make,
 ) -> None:
     async def test() -> None:
-        house = make_house(max_wait_s=0.2)
+        house = make_house()
         resident = await house.get("d")
         await house.release("d")
         house.hold_loads = True
-        stuck = [house.ask("a"), house.ask("a")]
+        path = "/v1/chat/completions"
+        stuck = [ByHand(lambda: house.get("a"), path, max_wait="0.1") for _ in range(2)]
         await until(lambda: "load a" in house.events)
         assert await house.get("d") is resident
-        for task in stuck:
+        for waiter in stuck:
             with pytest.raises(admission_refused()):
-                await task
+                await waiter.task
+            assert waiter.code == "model_swap_timeout"
         assert house.admission.policy.waiting == 0
         assert await house.get("d") is resident
         for _ in range(2):
             await house.release("d")
-        house.hold_loads = False
         await house.let_load("a")
         await until(lambda: house.admission.policy.swap is None)
-        assert requests.current.get() is None
         house.assert_idle()
 
     run(test)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import unloads
+from omlx_admission.hooks import faults, unloads
 from omlx_admission.hooks.pool_port import admission_refused
 from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.runtime import leave
 
 from .by_hand import ByHand, unload
 from .conftest import House, run, settle, until
@@ -44,7 +45,8 @@ def test_b52_an_unload_waits_for_what_runs_and_newcomers_get_the_next_engine(
         await for_b
         await house.release("b")
         assert dying.stop.await_count == 1
-        assert house.events.count("load a") == 2
+        ends = [e for e in house.events if e.split()[0] in ("loaded", "unloaded")]
+        assert ends == ["loaded a", "unloaded a", "loaded a", "unloaded a", "loaded b"]
         house.assert_idle()
         assert state_of(house.pool).leaving == {}
 
@@ -135,7 +137,9 @@ def test_the_budget_ends_in_a_refusal_and_the_model_serves_on(make_house: Make) 
         patient.leave()
         with pytest.raises(admission_refused()):
             await patient.task
-        # Now nobody wants it unloaded, and who queued behind the gate is served.
+        # Now nobody wants it unloaded, and who queued behind the gate is served at once.
+        await settle()
+        assert late.done()
         assert await late is engine
         engine.stop.assert_not_awaited()
         engine.abort_all_requests.assert_not_awaited()
@@ -159,6 +163,52 @@ def test_a_client_that_leaves_withdraws_the_unload(make_house: Make) -> None:
         assert await house.get("a") is engine
         await house.release("a")
         await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_who_looks_late_leaves_the_next_engine_alone(make_house: Make, mocker: Any) -> None:
+    """The second of two who asked wakes when the model is loaded again."""
+
+    async def test() -> None:
+        mocker.patch.object(leave, "_POLL_S", 60.0)
+        house = make_house()
+        await house.get("a")
+        first, second = unload(house.pool), unload(house.pool)
+        await settle()
+        await house.release("a")
+        await first.task
+        after = await house.get("a")
+        assert not second.task.done()
+        state_of(house.pool).leaving["a"].moved()
+        assert await second.task == "unloaded"
+        after.stop.assert_not_awaited()
+        assert house.entry("a").engine is after
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_neither_the_release_nor_the_unload_waits_for_another_load(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        house.hold_loads = True
+        for_d = house.ask("d")
+        await until(lambda: "load d" in house.events)
+        by_hand = unload(house.pool)
+        await settle()
+        assert drains(house)
+        release = asyncio.ensure_future(house.release("a"))
+        await settle()
+        assert release.done()
+        assert await by_hand.task == "unloaded"
+        assert not for_d.done()
+        await house.let_load("d")
+        await for_d
+        await house.release("d")
         house.assert_idle()
 
     run(test)
@@ -419,6 +469,32 @@ def test_a_settings_change_waits_and_is_refused_quietly(make_house: Make) -> Non
     run(test)
 
 
+def test_one_request_has_one_budget_for_all_that_it_unloads(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        refused: list[str] = []
+        for model in ("a", "d"):
+            await house.get(model)
+
+        async def change() -> None:
+            for model in ("a", "d"):
+                try:
+                    await house.pool._unload_engine(model)
+                except admission_refused():
+                    refused.append(model)
+
+        by_hand = ByHand(change, path="/admin/api/global-settings", max_wait="0.1")
+        await until(lambda: "a" in refused)
+        await settle()
+        assert refused == ["a", "d"]
+        await by_hand.task
+        for model in ("a", "d"):
+            await house.release(model)
+        house.assert_idle()
+
+    run(test)
+
+
 def test_a_benchmark_that_outlives_its_request_waits_too(make_house: Make) -> None:
     async def test() -> None:
         house = make_house()
@@ -496,11 +572,29 @@ def test_our_own_failure_lets_stock_unload(
     make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
+        faults._noted.clear()
         house = make_house()
         await house.get("a")
-        mocker.patch.object(unloads, "_errand", side_effect=ZeroDivisionError)
+        mocker.patch.object(unloads, "errand_of", side_effect=ZeroDivisionError)
         assert await unload(house.pool).task == "unloaded"
         assert house.resident() == set()
+
+    run(test)
+    assert "the unload by hand failed" in caplog.text
+
+
+def test_our_own_failure_while_it_waits_lets_stock_unload(
+    make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        faults._noted.clear()
+        house = make_house()
+        await house.get("a")
+        mocker.patch.object(unloads, "_come_to_rest", side_effect=ZeroDivisionError)
+        assert await unload(house.pool).task == "unloaded"
+        await house.release("a")
+        assert house.resident() == set()
+        house.assert_idle()
 
     run(test)
     assert "the unload by hand failed" in caplog.text
