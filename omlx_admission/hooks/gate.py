@@ -10,6 +10,7 @@ stock.
 from __future__ import annotations
 
 import ast
+import enum
 import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,15 @@ def version_problem(version: str | None) -> str | None:
     return None
 
 
+class Fit(enum.Enum):
+    """How a need fares on one oMLX."""
+
+    FITS = "fits"
+    CHANGED = "changed"
+    MISSING = "missing"
+    MOVED = "moved"  # not where it was, and another module has the name
+
+
 class Source:
     """Parsed modules of one oMLX, each read once."""
 
@@ -122,6 +132,16 @@ class Source:
         ]
         # A class that is gone is one reason, not one for each of its members.
         return list(dict.fromkeys(reasons))
+
+    def fit(self, need: Need) -> tuple[Fit, str]:
+        """How ``need`` fares, and why where it is not met."""
+        problem = self.problem(need)
+        if problem is None:
+            return Fit.FITS, ""
+        hint = self._search.hint(need.module, need.name)
+        if hint:
+            return Fit.MOVED, problem + hint
+        return Fit.MISSING if problem.endswith("is missing") else Fit.CHANGED, problem
 
     def has(self, needs: Sequence[Need]) -> bool:
         """Whether all of ``needs`` are met; an empty sequence never is."""

@@ -26,7 +26,7 @@ from omlx_admission.runtime.refusal import Refusal
 
 #: What :meth:`OmlxPool.view` reads.
 VIEW_NEEDS = (
-    Need(resident.POOL, "EnginePool._current_model_memory", Kind.VALUE),
+    Need(resident.POOL, "EnginePool._current_model_memory", Kind.VALUE, made_by=()),
     Need(resident.POOL, "EnginePool._current_ceiling", Kind.SYNC, ()),
     Need(resident.POOL, "EnginePool._fallback_admission_ceiling", Kind.SYNC, (), optional=True),
     Need(

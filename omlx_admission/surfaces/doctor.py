@@ -12,13 +12,16 @@ from typing import Any
 
 from omlx_admission import __version__
 from omlx_admission.hooks import gate, gpu_sites
-from omlx_admission.hooks.install import Report, State, decide
+from omlx_admission.hooks.install import Report, State, Verdict, decide
 from omlx_admission.surfaces.cli import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--needs", action="store_true", help="list every name of oMLX that a feature relies on"
+    )
     parser.add_argument(
         "--omlx-src",
         type=Path,
@@ -37,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         json.dump(as_json(report, switch), sys.stdout, indent=2)
         print()
     else:
-        print("\n".join(as_lines(report, switch)))
+        print("\n".join(as_lines(report, switch, needs=arguments.needs)))
     bad = any(v.state in (State.REFUSED, State.FAILED) for v in report.verdicts)
     return int(bad or switch is not None or bool(report.setting_problems))
 
@@ -94,7 +97,10 @@ def as_json(report: Report, switch: str | None) -> dict[str, Any]:
                 "variable": v.feature.variable,
                 "summary": v.feature.summary,
                 "reasons": v.reasons,
-                "needs": [str(need) for need in v.feature.needs],
+                "needs": [
+                    {"name": str(need), "kind": need.kind.value, "fit": fit, "reason": reason}
+                    for need, fit, reason in _fits(v, report)
+                ],
             }
             for v in report.verdicts
         ],
@@ -103,6 +109,26 @@ def as_json(report: Report, switch: str | None) -> dict[str, Any]:
             for site in _sites(report)
         ],
     }
+
+
+def _fits(verdict: Verdict, report: Report) -> list[tuple[gate.Need, str, str]]:
+    """Each name that a feature needs, with how it fares; nothing without an oMLX."""
+    if report.found is None:
+        return []
+    source = gate.Source(report.found)
+    found = []
+    for need in verdict.feature.needs:
+        fit, reason = source.fit(need)
+        found.append((need, fit.value, reason))
+    return found
+
+
+def _need_lines(verdict: Verdict, report: Report) -> list[str]:
+    lines = []
+    for need, fit, reason in _fits(verdict, report):
+        kind = "in use" if need.kind is gate.Kind.USED else need.kind.value
+        lines.append(f"{'':<15} {fit:<9} {reason or f'{need} ({kind})'}")
+    return lines
 
 
 def _sites(report: Report) -> list[gpu_sites.Site]:
@@ -121,7 +147,7 @@ def _site_lines(report: Report) -> list[str]:
     return lines
 
 
-def as_lines(report: Report, switch: str | None) -> list[str]:
+def as_lines(report: Report, switch: str | None, needs: bool = False) -> list[str]:
     """The report for a terminal."""
     if report.found is None:
         omlx = f"none: {report.problem}"
@@ -139,6 +165,8 @@ def as_lines(report: Report, switch: str | None) -> list[str]:
         lines.append(
             f"{verdict.feature.name:<15} {verdict.state.value:<9} {verdict.feature.summary}"
         )
-        if verdict.state is not State.READY:
+        if needs and verdict.state in (State.READY, State.REFUSED):
+            lines += _need_lines(verdict, report)
+        elif verdict.state is not State.READY:
             lines += [f"{'':<15} {'':<9} - {reason}" for reason in verdict.reasons]
     return lines + _site_lines(report)

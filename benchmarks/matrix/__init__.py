@@ -1,0 +1,1 @@
+"""Which releases the package was run on, and what came of it."""

@@ -1,0 +1,170 @@
+"""The test runs of one release, each in a process of its own, and what came of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import omlx_admission
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+
+#: oMLX's own test files about what the package touches, those that a release has.
+SUITE = (
+    "test_engine_pool",
+    "test_process_memory_enforcer",
+    "test_server",
+    "test_engine_core",
+    "test_per_engine_threads",
+    "test_decode_fairness",
+    "test_admin_unload",
+    "test_cluster_engine_pool",
+    "test_embedding",
+)
+
+#: Longest time of one run, in seconds.
+_LIMIT_S = 3000.0
+
+
+class RunError(Exception):
+    """A run that counted nothing; the text says why, in one line."""
+
+
+@dataclass
+class Counts:
+    """Numbers of one run, and the tests that did not pass, as ``file::Class::test``."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [f"{self.passed} passed"]
+        parts += [
+            f"{n} {what}"
+            for n, what in ((self.failed, "failed"), (self.skipped, "skipped"))
+            if n
+        ]
+        return ", ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def read(report: Path) -> Counts:
+    """Count a JUnit report."""
+    counts = Counts()
+    for case in ElementTree.parse(report).iter("testcase"):
+        outcomes = {child.tag for child in case}
+        if outcomes & {"failure", "error"}:
+            counts.failed += 1
+            counts.failures.append(_name(case))
+        elif "skipped" in outcomes:
+            counts.skipped += 1
+        else:
+            counts.passed += 1
+    return counts
+
+
+def _name(case: ElementTree.Element) -> str:
+    """``test_engine_pool::TestLease::test_x`` of pytest's ``classname`` and ``name``."""
+    parts = [p for p in case.get("classname", "").split(".") if p]
+    while parts and not parts[0].startswith("test_"):
+        parts.pop(0)
+    return "::".join([*parts, case.get("name", "")])
+
+
+def omlx_suite(source: Path, python: str, with_package: bool, log: Path) -> Counts:
+    """oMLX's own tests on ``source``, with or without the package.
+
+    Raises:
+        RunError: nothing was counted, or the package was not active where it had to be.
+    """
+    files = [f"tests/{n}.py" for n in SUITE if (source / "tests" / f"{n}.py").is_file()]
+    if not files:
+        raise RunError(f"{source}: none of oMLX's own tests in it")
+    with tempfile.TemporaryDirectory() as folder:
+        alone = Path(folder)
+        (alone / "omlx_admission").symlink_to(Path(omlx_admission.__file__).resolve().parent)
+        (alone / "omlx_admission_active.py").symlink_to(HERE / "active.py")
+        environment = {
+            **_environment(alone, [source, alone]),
+            "OMLX_ADMISSION": str(int(with_package)),
+            # A test that expects a refusal gets it after this, not after five minutes.
+            "OMLX_ADMISSION_MAX_WAIT_S": "2",
+        }
+        options = ["-p", "omlx_admission_active"] if with_package else []
+        return _pytest(python, [*options, "--timeout=60", *files], source, environment, log)
+
+
+def hook_tests(source: Path, python: str, log: Path) -> Counts:
+    """The hooks in a process that imports this oMLX; needs our test dependencies there."""
+    # Plugins of oMLX's own tests may be there; ours know nothing of them. What oMLX and
+    # its libraries warn of in this process is not for us to fail on.
+    options = ["-p", "no:asyncio", "-W", "default", "tests/hooks", f"--omlx-src={source}"]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = _environment(Path(folder), [REPOSITORY])
+        return _pytest(python, options, REPOSITORY, environment, log)
+
+
+def live_tests(source: Path, python: str, log: Path) -> Counts:
+    """Whole servers of this oMLX; the stand-in's own runs are left out."""
+    options = ["tests/live", f"--omlx-src={source}", f"--omlx-python={python}"]
+    options += ["-k", f"not stand-in and {source.name}"]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = _environment(Path(folder), [REPOSITORY])
+        return _pytest(sys.executable, options, REPOSITORY, environment, log)
+
+
+def _environment(home: Path, path: Sequence[Path]) -> dict[str, str]:
+    kept: Mapping[str, str] = {
+        k: v for k, v in os.environ.items() if not k.startswith(("OMLX_", "PYTEST_"))
+    }
+    entries = [str(p) for p in path] + [e for e in [os.environ.get("PYTHONPATH")] if e]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(entries),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": str(home),
+    }
+
+
+def _pytest(
+    python: str,
+    options: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    log: Path,
+) -> Counts:
+    report = log.with_suffix(".xml")
+    report.unlink(missing_ok=True)
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    with log.open("wb") as output:
+        try:
+            status = subprocess.run(
+                [*command, *options],
+                cwd=folder,
+                env=dict(environment),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=_LIMIT_S,
+                check=False,
+            ).returncode
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RunError(f"{python}: {error}") from None
+    # 0: all passed, 1: some failed; everything else counted nothing that holds.
+    if status not in (0, 1) or not report.is_file():
+        text = log.read_text("utf-8", "replace").strip().splitlines()
+        last = text[-1] if text else "it printed nothing"
+        raise RunError(f"pytest ended with {status}, see {log}: {last}")
+    return read(report)
