@@ -68,16 +68,13 @@ def _changes(tree: Tree, mutation: Mutation) -> bool:
 
 
 def sample(mutations: Sequence[Mutation], count: int) -> list[Mutation]:
-    """``count`` of them, the same ones each time, and every kind at least once."""
-    if count >= len(mutations):
-        return list(mutations)
+    """``count`` of them, the same ones each time, as many kinds of change as there can be."""
     order = sorted(mutations, key=lambda m: hashlib.sha256(m.name.encode()).digest())
-    first = {m.kind: m for m in reversed(order)}
-    chosen = {m.name for m in first.values()}
-    for mutation in order:
-        if len(chosen) >= count:
-            break
-        chosen.add(mutation.name)
+    of_each_kind = {m.kind: m for m in reversed(order)}
+    first = {m.name for m in order if m is of_each_kind[m.kind]}
+    ranked = [m.name for m in order if m.name in first]
+    ranked += [m.name for m in order if m.name not in first]
+    chosen = {*ranked[:count]}
     return [m for m in mutations if m.name in chosen]
 
 

@@ -6,6 +6,9 @@ them all, and whole servers on them.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from benchmarks.mutations.model import Mutation
 from omlx_admission.hooks import gate, install
 from omlx_admission.hooks.install import State
 
-COUNT = 220
+COUNT = 205
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,55 @@ def test_a_gate_that_overlooks_is_found_out(
         assert suite.judge(source, mutation)[0].good
         mocker.patch.object(gate, piece, return_value=None)
         assert not suite.judge(source, mutation)[0].good
+
+
+#: Kinds of change whose modules are imported and used in CI; the command takes all.
+APPLIED = 24
+
+#: A gate that checks no shapes, and a change that it then lets through.
+_BLIND = """
+import sys, tempfile
+from pathlib import Path
+from benchmarks.mutations import apply, functions, suite
+from benchmarks.mutations.tree import Tree
+from omlx_admission.hooks import gate
+gate.shape_problem = lambda need, node: None
+root = Path(sys.argv[1])
+tree, at = Tree(root), ("omlx.engine_pool", "EnginePool.get_engine")
+found = functions.mutations(tree, *at, tree.find(*at))
+mutation = next(m for m in found if m.kind == "a parameter put first")
+with suite.checkout(root) as made, apply.quiet(), tempfile.TemporaryDirectory() as folder:
+    with made.changed(mutation) as source:
+        outcome, report = suite.judge(source, mutation)
+        print(apply.compare(source, mutation, report, apply.models(Path(folder))))
+"""
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: what is mutated may leave anything behind."""
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root, "OMLX_ADMISSION": "0"},
+        check=False,
+    )
+
+
+def test_the_pool_works_on_with_the_hooks_in_mutated_modules(omlx_found: gate.Found) -> None:
+    source = str(omlx_found.root.parent)
+    done = run_python(
+        "-m", "benchmarks.mutations", "--omlx-src", source, "--sample", str(APPLIED)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{APPLIED} mutations" in done.stdout
+
+
+def test_a_wrong_patch_is_noticed(omlx_found: gate.Found) -> None:
+    done = run_python("-c", _BLIND, str(omlx_found.root))
+    assert done.returncode == 0, done.stderr
+    assert "with the hooks" in done.stdout
 
 
 class TestWhereItIsNow:
