@@ -85,22 +85,22 @@ def test_a_gate_that_overlooks_is_found_out(
 #: Kinds of change whose modules are imported and used in CI; the command takes all.
 APPLIED = 24
 
-#: A gate that checks no shapes, and a change that it then lets through.
-_BLIND = """
+#: A hook that raises where it must not, on modules that nobody has mutated.
+_BROKEN = """
 import sys, tempfile
 from pathlib import Path
-from benchmarks.mutations import apply, functions, suite
-from benchmarks.mutations.tree import Tree
-from omlx_admission.hooks import gate
-gate.shape_problem = lambda need, node: None
-root = Path(sys.argv[1])
-tree, at = Tree(root), ("omlx.engine_pool", "EnginePool.get_engine")
-found = functions.mutations(tree, *at, tree.find(*at))
-mutation = next(m for m in found if m.kind == "a parameter put first")
-with suite.checkout(root) as made, apply.quiet(), tempfile.TemporaryDirectory() as folder:
-    with made.changed(mutation) as source:
-        outcome, report = suite.judge(source, mutation)
-        print(apply.compare(source, mutation, report, apply.models(Path(folder))))
+from benchmarks.mutations import apply, suite
+from benchmarks.mutations.model import Mutation, none
+from omlx_admission.hooks import install, resident
+nothing = Mutation("nothing", "omlx.engine_pool", {}, none)
+source = Path(sys.argv[1])
+with apply.quiet(), tempfile.TemporaryDirectory() as folder:
+    models = apply.models(Path(folder))
+    report = install.decide(source, suite.SETTINGS)
+    print(apply.compare(source, nothing, report, models))
+    resident.hand_out = lambda *_: 1 / 0
+    report = install.decide(source, suite.SETTINGS)
+    print(apply.compare(source, nothing, report, models))
 """
 
 
@@ -126,9 +126,11 @@ def test_the_pool_works_on_with_the_hooks_in_mutated_modules(omlx_found: gate.Fo
 
 
 def test_a_wrong_patch_is_noticed(omlx_found: gate.Found) -> None:
-    done = run_python("-c", _BLIND, str(omlx_found.root))
+    done = run_python("-c", _BROKEN, str(omlx_found.root.parent))
     assert done.returncode == 0, done.stderr
-    assert "with the hooks" in done.stdout
+    whole, broken = done.stdout.splitlines()
+    assert whole == "[]"
+    assert "ZeroDivisionError" in broken
 
 
 class TestWhereItIsNow:
