@@ -71,6 +71,7 @@ class Settings:
     linger_s: float | None = None
     leases: bool = True
     off_loop_close: bool = True
+    load_thread: bool = False
     serialize_engine_gpu: bool = False
     exposure: bool = True
     exit_on_gpu_lockout: bool = True
@@ -166,6 +167,14 @@ VARIABLES: tuple[Variable, ...] = (
         _switch,
         _SWITCH,
         "an engine is closed on a thread, while the server goes on (needs the resident path)",
+    ),
+    Variable(
+        "OMLX_ADMISSION_LOAD_THREAD",
+        "load_thread",
+        _switch,
+        _SWITCH,
+        "text and vision models load on a thread of their own, so that a loaded embedder, "
+        "reranker or speech model does not wait for a load; tried with MLX on the CPU only",
     ),
     Variable(
         "OMLX_SERIALIZE_ENGINE_GPU",

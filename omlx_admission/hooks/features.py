@@ -14,6 +14,7 @@ from omlx_admission.hooks import (
     gpu_turn,
     gpu_watch,
     holding,
+    load_thread,
     model_dirs,
     off_loop,
     queue,
@@ -109,6 +110,13 @@ FEATURES: tuple[Feature, ...] = (
         "an engine is closed on a thread, not on the event loop",
         off_loop.NEEDS,
         off_loop.NATIVE,
+    ),
+    Feature(
+        "load_thread",
+        "OMLX_ADMISSION_LOAD_THREAD",
+        "load_thread",
+        "embedders, rerankers and speech do not wait for another model's load",
+        load_thread.NEEDS,
     ),
     Feature(
         "requests",
@@ -207,6 +215,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("gpu_setting", gpu_setting.MODULE, lambda m, ledger, _w: gpu_setting.apply(m, ledger)),
     *off_loop.parts(Part),
+    *load_thread.parts(Part),
     *gpu_turn.parts(Part),
     *gpu_watch.parts(Part),
 )

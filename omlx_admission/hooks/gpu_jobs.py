@@ -99,6 +99,8 @@ class Job:
 
 
 Layer = Callable[[Job, Callable[[], Any]], Any]
+#: Given the executor's own ``submit`` and a job: where it goes instead, None: nowhere else.
+Route = Callable[[Callable[..., Any], Any, Any, Any], concurrent.futures.Future[Any] | None]
 
 
 def recognise(function: Any) -> Job | None:
@@ -138,7 +140,8 @@ def _free(function: Any, name: str) -> Any:
 
 
 class Executors:
-    """Layers round the jobs of the global executor, shared by the features that need them.
+    """Layers round the jobs of the global executor, shared by the features that need them,
+    and a way past it.
 
     The executor object stays oMLX's own, with one instance attribute more, so that its
     replacement or shutdown by oMLX works as ever.
@@ -146,15 +149,25 @@ class Executors:
 
     def __init__(self) -> None:
         self._layers: list[Layer] = []
+        self._route: Route | None = None
         self._changed: list[Any] = []
 
     def add(self, module: Any, ledger: Ledger, layer: Layer) -> None:
-        """Put ``layer`` outside those that are there; the first one wraps the getter."""
-        if not self._layers:
+        """Put ``layer`` outside those that are there."""
+        self._watch(module, ledger)
+        self._layers.append(layer)
+
+    def send(self, module: Any, ledger: Ledger, route: Route) -> None:
+        """Ask ``route`` where a job goes before anything else is done with it."""
+        self._watch(module, ledger)
+        self._route = route
+
+    def _watch(self, module: Any, ledger: Ledger) -> None:
+        """The first one wraps the getter."""
+        if not self._layers and self._route is None:
             ledger.wrap(module, "get_mlx_executor", self._get)
             if module._global_mlx_executor is not None:
                 self._prepare(module._global_mlx_executor)
-        self._layers.append(layer)
         ledger.on_undo(self._undo)
 
     def _get(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
@@ -170,6 +183,10 @@ class Executors:
         stock = executor.submit
 
         def submit(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if self._route is not None:
+                elsewhere = self._route(stock, function, args, kwargs)
+                if elsewhere is not None:
+                    return elsewhere
             job = recognise(function)
             if job is None or not self._layers:
                 return stock(function, *args, **kwargs)
@@ -186,6 +203,7 @@ class Executors:
 
     def _undo(self) -> None:
         self._layers.clear()
+        self._route = None
         for executor in self._changed:
             vars(executor).pop("submit", None)
         self._changed.clear()

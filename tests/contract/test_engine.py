@@ -17,6 +17,11 @@ STORIES: list[tuple[str, str, Any]] = [
     ),
     ("2.2", "loads_share_one_thread", {"waited": True}),
     (
+        "5: the first one's arrays may be lazy, the second one evaluates them",
+        "jobs_of_a_load",
+        ["_load_model_sync", "materialize_lazy_state"],
+    ),
+    (
         "2.2",
         "embedding_waits_for_the_global_thread",
         {"waited": True, "busy": True},

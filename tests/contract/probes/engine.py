@@ -80,6 +80,24 @@ async def story_loads_share_one_thread():
     return {"waited": waited}
 
 
+async def story_jobs_of_a_load():
+    """What a text model's load hands to the global thread first, by function name."""
+    pool = engine_pool.EnginePool()
+    entry(pool, "text")
+    executor = engine_core.get_mlx_executor()
+    submit, names = executor.submit, []
+
+    def watched(job, *args, **kwargs):
+        names.append(job.__name__)
+        return submit(job, *args, **kwargs)
+
+    executor.submit = watched
+    await pool.get_engine("text")
+    del executor.submit
+    await pool.shutdown()
+    return names[:2]
+
+
 async def story_embedding_waits_for_the_global_thread():
     pool = engine_pool.EnginePool()
     entry(pool, "embed", "embedding")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ..engine_core import AsyncEngineCore, EngineConfig, get_mlx_executor
@@ -65,16 +65,16 @@ class TextEngine(BaseEngine):
         """``model_type`` of the model's config; None while not loaded."""
         return getattr(getattr(self._model, "args", None), "model_type", None)
 
-    async def start(self) -> None:
+    async def _start(self, load: Callable[[], tuple[Any, Any]]) -> None:
         """Load the model on the global thread and start the loop."""
         if self._loaded:
             return
-        from mlx_lm import load
+        from ..utils.model_loading import materialize_lazy_state
 
         loop = asyncio.get_running_loop()
-        self._model, self._tokenizer = await loop.run_in_executor(
-            get_mlx_executor(), load, self._model_name
-        )
+        self._model, self._tokenizer = await loop.run_in_executor(get_mlx_executor(), load)
+        # The steps run on another thread, where nothing lazy of this one can be used.
+        await loop.run_in_executor(get_mlx_executor(), materialize_lazy_state, self._model)
         # A copy: the pool overwrites the shared one at the next load.
         config = copy.copy(self._scheduler_config) or SchedulerConfig()
         self._engine = AsyncEngineCore(

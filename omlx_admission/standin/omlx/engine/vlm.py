@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .text import TextEngine
 
 
@@ -11,7 +13,14 @@ class VLMBatchedEngine(TextEngine):
     # On this class itself, as in oMLX, for whoever wraps them here.
     async def start(self) -> None:
         """Load the model on the global thread and start the loop."""
-        await super().start()
+
+        def _load_vlm_sync() -> tuple[Any, Any]:
+            from mlx_lm import load
+
+            model, tokenizer = load(self._model_name)
+            return model, tokenizer
+
+        await self._start(_load_vlm_sync)
 
     async def stop(self) -> None:
         """End the loop and tear the core down, blocking the event loop meanwhile."""
