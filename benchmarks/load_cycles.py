@@ -130,6 +130,8 @@ class Cycles:
                 # What is imported stays: do not look through it at every unload.
                 gc.collect()
                 gc.freeze()
+            if tally.cycles % 100 == 0:
+                print(f"... {kind}: {tally.cycles} cycles", file=sys.stderr, flush=True)
         done.set()
         await busy
         await self.pool._unload_engine(other)

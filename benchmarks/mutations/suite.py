@@ -20,7 +20,9 @@ from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.settings import Settings
 
 #: Everything is wanted, so that everything has to be judged.
-SETTINGS = Settings(serialize_engine_gpu=True, keep_gpu_setting=True, max_wait_s=2.0)
+SETTINGS = Settings(
+    serialize_engine_gpu=True, keep_gpu_setting=True, load_thread=True, max_wait_s=2.0
+)
 
 
 def all_needs() -> list[Need]:

@@ -33,8 +33,14 @@ LOADING = "omlx.utils.model_loading"
 
 NEEDS = (
     gpu_jobs.EXECUTOR,
-    Need(BATCHED, "BatchedEngine.start._load_model_sync", Kind.SYNC, ()),
-    Need(VLM, "VLMBatchedEngine.start._load_vlm_sync", Kind.SYNC, ()),
+    Need(BATCHED, "BatchedEngine.start", Kind.ASYNC, ()),
+    Need(VLM, "VLMBatchedEngine.start", Kind.ASYNC, ()),
+    # The jobs go by these names; what one made lazily the next one has to evaluate.
+    *(
+        Need(BATCHED, name, Kind.USED)
+        for name in ("_load_model_sync", "materialize_lazy_state")
+    ),
+    *(Need(VLM, name, Kind.USED) for name in ("_load_vlm_sync", "materialize_lazy_state")),
     Need(LOADING, "materialize_lazy_state", Kind.SYNC, ("model",)),
 )
 

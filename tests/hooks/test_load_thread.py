@@ -88,12 +88,18 @@ def test_the_global_thread_starts_before_the_first_load(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When it starts it replaces the stream that mlx-lm made at import, as in stock."""
-    seen: list[tuple[str, str]] = []
-    monkeypatch.setattr(module, "_init_mlx_thread", lambda: seen.append(("init", where())))
+    loaded = threading.Event()
+    seen: list[tuple[str, bool]] = []
+
+    def init() -> None:
+        # The load has all the time it needs to come first, were it let.
+        seen.append((where(), loaded.wait(0.1)))
+
+    monkeypatch.setattr(module, "_init_mlx_thread", init)
     with installed(CORE, load_thread=True):
-        job = load(lambda: seen.append(("load", where())))
-        module.get_mlx_executor().submit(job).result(PATIENCE_S)
-    assert seen == [("init", "mlx-global"), ("load", "mlx-load")]
+        module.get_mlx_executor().submit(load(loaded.set)).result(PATIENCE_S)
+    assert seen == [("mlx-global", False)]
+    assert loaded.is_set()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..utils.model_loading import materialize_lazy_state
 from .text import TextEngine
 
 
@@ -20,7 +21,7 @@ class BatchedEngine(TextEngine):
             model, tokenizer = load(self._model_name)
             return model, tokenizer
 
-        await self._start(_load_model_sync)
+        await self._start(_load_model_sync, materialize_lazy_state)
 
     async def stop(self) -> None:
         """End the loop and tear the core down, blocking the event loop meanwhile."""

@@ -65,16 +65,16 @@ class TextEngine(BaseEngine):
         """``model_type`` of the model's config; None while not loaded."""
         return getattr(getattr(self._model, "args", None), "model_type", None)
 
-    async def _start(self, load: Callable[[], tuple[Any, Any]]) -> None:
+    async def _start(
+        self, load: Callable[[], tuple[Any, Any]], evaluate: Callable[[Any], None]
+    ) -> None:
         """Load the model on the global thread and start the loop."""
         if self._loaded:
             return
-        from ..utils.model_loading import materialize_lazy_state
-
         loop = asyncio.get_running_loop()
         self._model, self._tokenizer = await loop.run_in_executor(get_mlx_executor(), load)
         # The steps run on another thread, where nothing lazy of this one can be used.
-        await loop.run_in_executor(get_mlx_executor(), materialize_lazy_state, self._model)
+        await loop.run_in_executor(get_mlx_executor(), evaluate, self._model)
         # A copy: the pool overwrites the shared one at the next load.
         config = copy.copy(self._scheduler_config) or SchedulerConfig()
         self._engine = AsyncEngineCore(
