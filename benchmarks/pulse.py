@@ -8,7 +8,8 @@ are seconds of the monotonic clock, which all processes of a machine share.
 ``PULSE_PLAN`` is JSON: ``{"load_s": {"b": 5}, "flush_s": {"s": 2}}``. ``load_s`` is
 spent inside a model's load on the thread that loads it, as a real load's work is;
 ``flush_s`` inside its scheduler's shutdown on the engine's thread, as the flush of a
-large cache is.
+large cache is. With ``"hold": "FILE"`` a flush lasts until that file is there instead,
+though not above a minute. Each flush writes a line when it begins.
 """
 
 from __future__ import annotations
@@ -94,16 +95,22 @@ def _watch_close(lines: Lines) -> None:
     wrapt.register_post_import_hook(hook, "omlx.engine_core")
 
 
-def _slow(plan: dict[str, dict[str, float]]) -> None:
+def _slow(plan: dict[str, Any], lines: Lines | None) -> None:
     loads, flushes = plan.get("load_s", {}), plan.get("flush_s", {})
+    hold = Path(plan["hold"]) if "hold" in plan else None
 
     def load(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
         time.sleep(loads.get(Path(args[0]).name, 0.0))
         return wrapped(*args, **kwargs)
 
     def shutdown(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        name = getattr(scheduler.config, "model_name", "")
-        time.sleep(flushes.get(Path(name).name, 0.0))
+        name = Path(getattr(scheduler.config, "model_name", "")).name
+        if name in flushes:
+            if lines is not None:
+                lines.add("flush", name)
+            end = time.monotonic() + (flushes[name] if hold is None else 60.0)
+            while time.monotonic() < end and not (hold is not None and hold.exists()):
+                time.sleep(0.01)
         return wrapped(*args, **kwargs)
 
     def scheduler_hook(module: Any) -> None:
@@ -118,12 +125,13 @@ def _slow(plan: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     """Entry point; see the module's text."""
-    if path := os.environ.get("PULSE"):
-        lines = Lines(path)
+    path = os.environ.get("PULSE")
+    lines = Lines(path) if path else None
+    if lines is not None:
         _watch_loop(lines)
         _watch_gc(lines)
         _watch_close(lines)
-    _slow(json.loads(os.environ.get("PULSE_PLAN", "{}")))
+    _slow(json.loads(os.environ.get("PULSE_PLAN", "{}")), lines)
     launch.main()
 
 

@@ -19,10 +19,10 @@ class WatchedServer(Server):
     """Starts `benchmarks.pulse` instead of the demo's launcher.
 
     Attributes:
-        pulse: see `benchmarks.pulse`: seconds per model for ``load_s`` and ``flush_s``.
+        pulse: the plan; see `benchmarks.pulse`.
     """
 
-    pulse: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    pulse: Mapping[str, object] = field(default_factory=dict)
 
     def _command(self) -> list[str]:
         command = super()._command()
@@ -41,7 +41,7 @@ class WatchedServer(Server):
         return self.base.resolve() / "pulse"
 
     def lines(self, kind: str) -> list[list[float | str]]:
-        """What was recorded of ``beat``, ``gc`` or ``close`` so far, without the kind."""
+        """What was recorded of one kind so far: ``beat``, ``gc``, ``close`` or ``flush``."""
         found = []
         for line in self._lines.read_text().splitlines(keepends=True):
             if line.endswith("\n") and (values := json.loads(line))[0] == kind:
