@@ -85,11 +85,11 @@ async def scenario(server: WatchedServer, rounds: int) -> dict[str, Phase]:
         assert (await client.chat(model, tokens=2)).ok
 
     async def unload(model: str) -> None:
-        answer = await client.post(f"/v1/models/{model}/unload", {})
+        answer = await client.post(f"/v1/models/{model}/unload?mode=now", {})
         assert answer.status == 200, answer
 
     async def unload_in_a_prefill() -> None:
-        text = "a long text " * 80
+        text = "a long text " * 25
         body = {"model": "busy", "prompt": text, "max_tokens": 4}
         prefill = asyncio.create_task(client.post("/v1/completions", body))
         await asyncio.sleep(0.3)
