@@ -23,7 +23,6 @@ _LONGEST = 256
 _WIDEST = 1 << 16
 
 _OUTSIDE = re.compile(rb'[^"{}\[\]]*+')
-_INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _QUOTE, _BACKSLASH = b'"\\'
 _OPEN = frozenset(b"{[")
 
@@ -56,33 +55,22 @@ class TopLevel:
         return found if isinstance(found, dict) else {}
 
     def _in_string(self, piece: bytes, at: int) -> int:
-        if self._escaped:
-            # The piece before ended with a backslash: this byte belongs to it.
-            self._escaped = False
-            self._collect(piece, at, at + 1)
-            return at + 1
-        match = _INSIDE.match(piece, at)
-        assert match is not None
-        stop = match.end()
-        self._collect(piece, at, stop)
+        # Behind a backslash at the end of the piece before, the first byte means nothing.
+        start = at + self._escaped
+        stop = _end_of_string(piece, start)
+        if self._depth == 1:
+            room = _LONGEST + 1 - len(self._string)
+            self._string += piece[at : min(stop, at + room)]
         if stop == len(piece):
+            self._escaped = _is_escaped(piece, start, stop)
             return stop
-        if piece[stop] == _BACKSLASH:
-            self._collect(piece, stop, stop + 1)
-            self._escaped = True
-            return stop + 1
-        self._inside = False
+        self._escaped = self._inside = False
         if self._depth == 1:
             if len(self._string) > _LONGEST:
                 self._string.clear()
             self._found += b'"' + self._string + b'"'
             self._string.clear()
         return stop + 1
-
-    def _collect(self, piece: bytes, start: int, stop: int) -> None:
-        if self._depth == 1:
-            room = _LONGEST + 1 - len(self._string)
-            self._string += piece[start : min(stop, start + room)]
 
     def _between(self, piece: bytes, at: int) -> int:
         match = _OUTSIDE.match(piece, at)
@@ -106,6 +94,25 @@ class TopLevel:
                 self._found.append(mark)
             self._depth -= 1
         return stop + 1
+
+
+def _end_of_string(piece: bytes, start: int) -> int:
+    """Where the string that goes on at ``start`` has its closing quote; the length if nowhere.
+
+    By search and not by a pattern: most of a large body is one image.
+    """
+    at = piece.find(b'"', start)
+    while at >= 0 and _is_escaped(piece, start, at):
+        at = piece.find(b'"', at + 1)
+    return len(piece) if at < 0 else at
+
+
+def _is_escaped(piece: bytes, start: int, at: int) -> bool:
+    """Whether an odd number of backslashes stands before ``at``."""
+    first = at
+    while first > start and piece[first - 1] == _BACKSLASH:
+        first -= 1
+    return (at - first) % 2 == 1
 
 
 class Body:
