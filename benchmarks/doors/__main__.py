@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.doors.outcomes import OUTCOMES, Outcome
-from benchmarks.doors.routes import BROKEN, MEMORY_GB, Reply, make_models
+from benchmarks.doors.routes import BROKEN, KEY, MEMORY_GB, Reply, make_models
 from benchmarks.doors.table import problems, render
 from omlx_admission import standin
 from omlx_admission.surfaces.demo.server import Server
@@ -52,7 +52,7 @@ def measure(
                 patched=name == "patched",
                 source=source,
                 plan={"load_s": _LOAD_S, "failing": BROKEN, "pretend_audio": True},
-                environment=dict(outcome.environment),
+                environment={"OMLX_API_KEY": KEY, **dict(outcome.environment)},
                 memory_gb=MEMORY_GB,
                 **extra,
             ) as server:

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.doors.routes import DOORS, Door, Reply, knock
+from benchmarks.doors.routes import DOORS, KEY, Door, Reply, knock
 from omlx_admission.surfaces.demo.client import Client
 from omlx_admission.surfaces.demo.server import Server
 
-#: Tokens of ``busy``, a few dozen a second: a stream that outlasts a whole moment.
-_LONG = 400
+#: Tokens of ``busy``, a few dozen a second: a stream that outlasts any moment.
+_LONG = 5000
 
 #: A wait budget that ends well before that stream, in seconds.
 _SHORT_S = 1.0
@@ -61,12 +61,12 @@ async def _all(server: Server, suffix: str = "", **options: Any) -> Replies:
 @asynccontextmanager
 async def _busy(server: Server) -> Any:
     """``busy`` streams for as long as the block lasts, and holds the room."""
-    client = Client(server.url)
-    await client.chat("busy", tokens=2)
-    stream = asyncio.create_task(client.chat("busy", tokens=_LONG, stream=True))
+    client, key = Client(server.url), {"Authorization": f"Bearer {KEY}"}
+    await client.chat("busy", tokens=2, headers=key)
+    stream = asyncio.create_task(client.chat("busy", tokens=_LONG, stream=True, headers=key))
     await asyncio.sleep(0.5)
     try:
-        yield
+        yield stream
     finally:
         stream.cancel()
         await asyncio.gather(stream, return_exceptions=True)
@@ -79,8 +79,11 @@ async def served(server: Server) -> Replies:
 
 async def waited(server: Server) -> Replies:
     """``busy`` streams for some seconds more; each door's model needs its room."""
-    async with _busy(server):
-        return await _all(server)
+    async with _busy(server) as stream:
+        answers = asyncio.create_task(_all(server))
+        await asyncio.sleep(3.0)
+        stream.cancel()
+        return await answers
 
 
 async def expired(server: Server) -> Replies:
@@ -136,7 +139,7 @@ async def shutting_down(server: Server) -> Replies:
     """``busy`` streams, all the others wait, and the server is told to end."""
     async with _busy(server):
         answers = asyncio.create_task(_all(server))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.5)
         os.kill(server.pid, signal.SIGTERM)
         return await answers
 

@@ -13,7 +13,7 @@ from benchmarks.doors.routes import Reply
 #: and delete their history.
 _MISREAD = re.compile("prompt|context|token", re.IGNORECASE)
 
-_DONE = ("data: [DONE]", "event: message_stop", "response.completed")
+_DONE = ("data: [DONE]", "event: message_stop", "response.completed", "response.incomplete")
 
 Found = Mapping[str, Mapping[str, Mapping[str, Reply]]]
 
@@ -37,7 +37,8 @@ def shape(reply: Reply) -> str:
     """What the body is: complete, cut off, or an error of one of three shapes."""
     if reply.status == 200 and "event-stream" in reply.headers.get("content-type", ""):
         whole = any(mark in reply.body for mark in _DONE)
-        return "stream" if whole and "error" not in reply.body else "broken stream"
+        failed = '"error":{' in reply.body.replace(" ", "") or "event: error" in reply.body
+        return "stream" if whole and not failed else "broken stream"
     if reply.status == 200 and "json" not in reply.headers.get("content-type", ""):
         return ""
     try:

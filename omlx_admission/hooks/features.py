@@ -206,7 +206,7 @@ PARTS: tuple[Part, ...] = (
     # Our hand-outs are kept by us, also where oMLX keeps its own (the feature is native).
     Part("resident", resident.POOL, lambda _m, ledger, w: _keep(ledger, w)),
     Part("queue", resident.POOL, lambda _m, ledger, w: _keep(ledger, w)),
-    Part("leases", resident.POOL, lambda _m, ledger, _w: holding.keep_unleased(ledger)),
+    Part("leases", resident.POOL, lambda m, ledger, _w: holding.apply(m, ledger)),
     Part("requests", requests.SERVER, lambda m, ledger, _w: requests.apply(m, ledger)),
     Part(
         "stream_hold",

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from omlx_admission.hooks import faults
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.own import NOTHING, Own
@@ -81,6 +82,7 @@ def note(
     request = requests.current.get()
     if request is None:
         return
+    request.refusal = None  # whatever was refused before, this is what the route goes on with
     holding = request.handed.get(model_id)
     if holding is None or holding.engine() is not engine:
         try:
@@ -172,8 +174,30 @@ def own(model_id: str) -> Own:
     return Own(leased, kept, hand_back)
 
 
-def keep_unleased(ledger: Ledger) -> None:
+#: Methods of the pool by which whoever calls them says that a model may go. Stock does
+#: not lease the caller's own engine, so to the caller it is not busy.
+_UNLOADS = (
+    "_unload_engine",
+    "prepare_cluster_reload",
+    "request_unload",
+    "unload_if_idle_unpinned",
+)
+
+
+async def unload_by_holder(wrapped: Any, _pool: Any, args: Any, kwargs: Any) -> Any:
+    """Let go of what is kept for the very caller that wants the model unloaded."""
+    try:
+        let_go(args[0] if args else kwargs["model_id"])
+    except Exception as error:  # noqa: BLE001 - the unload itself is stock's
+        faults.note("letting go of a model", error)
+    return await wrapped(*args, **kwargs)
+
+
+def apply(module: Any, ledger: Ledger) -> None:
     """Switch :func:`keep` on; it acts within the resident path and the queue."""
+    for name in _UNLOADS:
+        if hasattr(module.EnginePool, name):
+            ledger.wrap(module, f"EnginePool.{name}", unload_by_holder)
     global _keeping
     _keeping = True
 

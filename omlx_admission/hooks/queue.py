@@ -227,7 +227,6 @@ class QueueHooks:
     @staticmethod
     async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         """Only where the resident path is off or native: tell the queue of an unload."""
-        holding.let_go(args[0] if args else kwargs["model_id"])
         try:
             return await wrapped(*args, **kwargs)
         finally:

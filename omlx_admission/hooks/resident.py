@@ -374,7 +374,6 @@ async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
 async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     """Mark the model before the first await of its teardown; join one in progress."""
     model_id = args[0] if args else kwargs["model_id"]
-    holding.let_go(model_id)
     state = state_of(pool)
     while (teardown := state.unloading.get(model_id)) is not None:
         await teardown.wait()

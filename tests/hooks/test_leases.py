@@ -172,6 +172,31 @@ def test_a_job_that_unloads_its_model_lets_go_of_it(make_house: Make) -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    "method", ["prepare_cluster_reload", "unload_if_idle_unpinned", "request_unload"]
+)
+def test_whoever_asks_for_an_unload_is_not_in_its_own_way(
+    make_house: Make, method: str
+) -> None:
+    """Cluster activation that fails: the request unloads what it was handed."""
+
+    async def test() -> None:
+        house = make_house()
+        unload = getattr(house.pool, method, None)
+        if unload is None:
+            pytest.skip(f"this oMLX has no {method}")
+        request = request_to("/admin/api/cluster/activate")
+        with within(request):
+            await house.get("a", lease=False)
+            assert house.entry("a").in_use == 1
+            await unload("a")
+        assert house.resident() == set()
+        request.end()
+        house.assert_idle()
+
+    run(test)
+
+
 def test_a_pinned_preload_needs_no_lease(make_house: Make) -> None:
     """It runs in no request. Nothing of it stays leased, and nobody may evict it."""
 
