@@ -39,25 +39,28 @@ refused with its status, before its first byte.
 def measure(
     source: Path, python: str | None, root: Path, outcomes: Sequence[Outcome]
 ) -> dict[str, dict[str, dict[str, Reply]]]:
-    """Outcome to ``stock`` or ``patched`` to door to reply; each on a server of its own."""
+    """Outcome to ``stock`` or ``patched`` to door to reply.
+
+    Outcomes that need the same variables meet the same server, one after the other.
+    """
     models = make_models(root / "models")
-    found: dict[str, dict[str, dict[str, Reply]]] = {}
-    for outcome in outcomes:
+    found: dict[str, dict[str, dict[str, Reply]]] = {o.name: {} for o in outcomes}
+    for environment in dict.fromkeys(o.environment for o in outcomes):
         for name in ("stock", "patched"):
-            print(f"... {outcome.name}, {name}", file=sys.stderr, flush=True)
             extra = {"python": python} if python else {}
             with Server(
                 models,
-                root / f"{outcome.name.replace(' ', '-')}-{name}",
+                root / f"{len(environment)}-{name}",
                 patched=name == "patched",
                 source=source,
                 plan={"load_s": _LOAD_S, "failing": BROKEN, "pretend_audio": True},
-                environment={"OMLX_API_KEY": KEY, **dict(outcome.environment)},
+                environment={"OMLX_API_KEY": KEY, **dict(environment)},
                 memory_gb=MEMORY_GB,
                 **extra,
             ) as server:
-                replies = asyncio.run(outcome.moment(server))
-            found.setdefault(outcome.name, {})[name] = replies
+                for outcome in (o for o in outcomes if o.environment == environment):
+                    print(f"... {outcome.name}, {name}", file=sys.stderr, flush=True)
+                    found[outcome.name][name] = asyncio.run(outcome.moment(server))
     return found
 
 

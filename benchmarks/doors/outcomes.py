@@ -34,7 +34,7 @@ class Outcome:
         status: what a patched server has to answer.
         code: machine-readable reason that a patched server has to give; None for none.
         moment: tries every door.
-        only: kinds of doors that can meet this outcome; empty for all.
+        but: kinds of doors that cannot meet this outcome.
         environment: variables of the server that it needs.
     """
 
@@ -144,6 +144,7 @@ async def shutting_down(server: Server) -> Replies:
         return await answers
 
 
+#: In this order on one server; the last one ends it.
 OUTCOMES: tuple[Outcome, ...] = (
     Outcome("served", "on an idle server", 200, None, served),
     Outcome("waited", "while another model is in use for seconds more", 200, None, waited),

@@ -20,7 +20,7 @@ import omlx_admission
 from omlx_admission.surfaces.demo.client import LOCAL
 
 #: Longest wait in seconds for the server's port to answer.
-_START_S = 60.0
+_START_S = 120.0
 
 
 class ServerError(Exception):
