@@ -56,6 +56,7 @@ def measure(
                 plan={"load_s": _LOAD_S, "failing": BROKEN, "pretend_audio": True},
                 environment={"OMLX_API_KEY": KEY, **dict(environment)},
                 memory_gb=MEMORY_GB,
+                start_s=300.0,
                 **extra,
             ) as server:
                 for outcome in (o for o in outcomes if o.environment == environment):

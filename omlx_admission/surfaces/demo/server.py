@@ -19,9 +19,6 @@ import httpx
 import omlx_admission
 from omlx_admission.surfaces.demo.client import LOCAL
 
-#: Longest wait in seconds for the server's port to answer.
-_START_S = 120.0
-
 
 class ServerError(Exception):
     """The server did not start or did not end; the text says why, in one line."""
@@ -36,6 +33,7 @@ class Server:
         python: interpreter that has what that oMLX needs.
         plan: see :mod:`omlx_admission.surfaces.demo.launch`.
         environment: variables on top of the current ones.
+        start_s: longest wait in seconds for the server to answer.
     """
 
     models: Path
@@ -48,6 +46,7 @@ class Server:
     arguments: Sequence[str] = ()
     memory_gb: float | None = 2.7
     port: int = 0
+    start_s: float = 60.0
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -124,7 +123,7 @@ class Server:
 
     def _wait_until_up(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + self.start_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ServerError(
@@ -138,7 +137,7 @@ class Server:
                 pass
             time.sleep(0.1)
         raise ServerError(
-            f"the server gave no answer within {_START_S:.0f} s: {self._last_line()}"
+            f"the server gave no answer within {self.start_s:.0f} s: {self._last_line()}"
         )
 
     def _last_line(self) -> str:
