@@ -31,8 +31,9 @@ speech and audio processing are the real routes and the real pool; their engines
 and answer something made up, because the tiny models are no speech models.
 
 A cell has the status, the headers that stock clients obey, and the shape of an error's body
-with its type and its code. `detail` is the body of routes outside `/v1/`. A refused stream is
-refused with its status, before its first byte.
+with its type and its code. `detail` is the body of routes outside `/v1/`. Streams are refused
+with their status, before the first byte, like everything else; only a stream that has waited
+for `OMLX_ADMISSION_STREAM_HOLD_S` has its 200 already, and ends with an error event.
 """
 
 

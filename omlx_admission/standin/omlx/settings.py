@@ -173,6 +173,7 @@ class GlobalSettings:
             value = os.environ.get(f"OMLX_{name.upper()}")
             if value:
                 setattr(settings.server, name, int(value) if name == "port" else value)
+        settings.auth.api_key = os.environ.get("OMLX_API_KEY") or settings.auth.api_key
         if cli_args is not None:
             settings._apply_cli_overrides(cli_args)
         return settings
