@@ -176,9 +176,9 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 
-def _keep(ledger: Ledger, wanted: Wanted) -> None:
+def _keep(module: Any, ledger: Ledger, wanted: Wanted) -> None:
     if wanted.settings.leases:
-        holding.keep_unleased(ledger)
+        holding.apply(module, ledger)
 
 
 #: Innermost wrapper first: the resident path meets a request before the queue,
@@ -204,8 +204,8 @@ PARTS: tuple[Part, ...] = (
         optional=True,
     ),
     # Our hand-outs are kept by us, also where oMLX keeps its own (the feature is native).
-    Part("resident", resident.POOL, lambda _m, ledger, w: _keep(ledger, w)),
-    Part("queue", resident.POOL, lambda _m, ledger, w: _keep(ledger, w)),
+    Part("resident", resident.POOL, _keep),
+    Part("queue", resident.POOL, _keep),
     Part("leases", resident.POOL, lambda m, ledger, _w: holding.apply(m, ledger)),
     Part("requests", requests.SERVER, lambda m, ledger, _w: requests.apply(m, ledger)),
     Part(

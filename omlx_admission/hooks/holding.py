@@ -196,7 +196,12 @@ async def unload_by_holder(wrapped: Any, _pool: Any, args: Any, kwargs: Any) -> 
 def apply(module: Any, ledger: Ledger) -> None:
     """Switch :func:`keep` on; it acts within the resident path and the queue."""
     for name in _UNLOADS:
-        if hasattr(module.EnginePool, name):
+        method = vars(module.EnginePool).get(name)
+        # More than one feature keeps what it hands out.
+        if (
+            method is not None
+            and getattr(method, "_self_wrapper", None) is not unload_by_holder
+        ):
             ledger.wrap(module, f"EnginePool.{name}", unload_by_holder)
     global _keeping
     _keeping = True
