@@ -6,12 +6,13 @@ import itertools
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from omlx import engine_core, gpu_turn
+from omlx import engine_core, gpu_turn, scheduler, server
 from omlx.decode_activity import get_decode_activity
 from omlx.engine.stt import STTEngine
 from omlx.engine.tts import TTSEngine
@@ -22,7 +23,7 @@ from omlx.gpu_turn import turn as turns
 from omlx.models.embedding import MLXEmbeddingModel
 from omlx.models.reranker import MLXRerankerModel
 from omlx.request import RequestOutput, SamplingParams
-from omlx.scheduler import SchedulerOutput
+from omlx.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from omlx.settings import SchedulerSettings
 
 PATIENCE_S = 20.0  # no outcome depends on it
@@ -84,6 +85,10 @@ class FakeScheduler:
         self.running.clear()
 
 
+class _Seen(Exception):
+    """The work has begun; the test has seen enough."""
+
+
 class Gate:
     """A place in the work where a thread stops until the test lets it go on."""
 
@@ -129,7 +134,9 @@ async def engine(monkeypatch):
 
     async def make(name):
         core = EngineCore(
-            SimpleNamespace(), SimpleNamespace(), EngineConfig(model_name=f"/models/{name}")
+            SimpleNamespace(),
+            SimpleNamespace(),
+            EngineConfig(model_name=f"/models/{name}"),
         )
         made.append(core)
         await core.start()
@@ -177,6 +184,27 @@ def test_the_setting_survives_a_save():
     read = SchedulerSettings.from_dict({"serialize_engine_gpu": True})
     assert SchedulerSettings.from_dict(read.to_dict()).serialize_engine_gpu is True
     assert SchedulerSettings.from_dict({}).serialize_engine_gpu is False
+
+
+def test_a_server_that_starts_makes_it(monkeypatch):
+    def configure(settings):
+        raise _Seen(settings)
+
+    monkeypatch.setattr(gpu_turn, "configure", configure)
+    settings = SimpleNamespace()
+    with pytest.raises(_Seen) as seen:
+        server.init_server("models", global_settings=settings)
+    assert seen.value.args == (settings,)
+
+
+async def test_the_status_shows_it(turn):
+    hold = turn.acquire("a", "decode burst")
+    shown = (await server.server_status(True))["gpu_turn"]
+    assert (shown["holder"], shown["site"]) == ("a", "decode burst")
+    hold.release()
+    shown = (await server.server_status(True))["gpu_turn"]
+    assert shown["totals"]["a"]["turns"] == 1
+    assert [span["name"] for span in shown["recent"]] == ["a"]
 
 
 async def test_off_nothing_is_taken(engine, monkeypatch):
@@ -314,6 +342,35 @@ async def test_a_waiter_goes_on_saying_that_it_decodes(engine, turn):
     await waits
 
 
+def _real_scheduler():
+    tokenizer = MagicMock()
+    tokenizer.eos_token_id = 2
+    config = SchedulerConfig(paged_cache_block_size=0, model_name="/models/a")
+    return Scheduler(model=MagicMock(layers=[]), tokenizer=tokenizer, config=config)
+
+
+def test_clean_up_after_an_error_is_a_turn(turn, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        scheduler, "_sync_and_clear_cache", lambda _: seen.append(turn.snapshot().site)
+    )
+    _real_scheduler().fail_all_requests()
+    assert seen == ["failure clean-up"]
+    assert turn.snapshot().holder is None
+
+
+def test_clean_up_happens_without_the_turn_rather_than_wait_for_long(turn, monkeypatch):
+    monkeypatch.setattr(holding, "OPTIONAL_WAIT_S", 0.02)
+    gate = Gate()
+    other = threading.Thread(target=_hold, args=(turn, gate))
+    other.start()
+    assert gate.reached.wait(PATIENCE_S)
+    assert _real_scheduler().fail_all_requests() == []
+    assert turn.snapshot().holder == "other"
+    gate.go.set()
+    other.join(PATIENCE_S)
+
+
 async def test_vision_is_encoded_in_a_turn_and_gives_up_when_the_engine_closes(
     engine, turn, monkeypatch
 ):
@@ -355,10 +412,6 @@ def _hold(turn, gate):
 
 
 # --- the shared MLX thread --------------------------------------------------------
-
-
-class _Seen(Exception):
-    """The work has begun; the test has seen enough."""
 
 
 @pytest.mark.parametrize(
