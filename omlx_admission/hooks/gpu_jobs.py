@@ -12,14 +12,18 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omlx_admission.hooks import gpu_hold
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.runtime.gpu_turn import TurnTimeout
+
+logger = logging.getLogger("omlx.admission")
 
 CORE = "omlx.engine_core"
 EMBEDDING = "omlx.models.embedding"
@@ -47,6 +51,9 @@ class Treatment:
         site: its name in `hooks.gpu_sites`.
         gate: the turn is taken round the whole job (else deeper inside it).
         optional: it runs without the turn rather than fail for want of it.
+        answers: its caller waits for what the job itself delivers, not for its end, and
+            would wait for ever for a job that never ran: after a wait to the limit it
+            runs without the turn.
         steps: methods of the job's model between whose calls others get their turn.
         items: a method of the model whose items are such steps.
     """
@@ -54,6 +61,7 @@ class Treatment:
     site: str
     gate: bool = True
     optional: bool = False
+    answers: bool = False
     steps: tuple[str, ...] = ()
     items: str | None = None
 
@@ -80,11 +88,11 @@ JOBS: dict[tuple[str | None, str], Treatment] = {
     ("stt", "poll_sync"): _SPEECH_TO_TEXT,
     ("stt", "close_sync"): _SPEECH_TO_TEXT,
     ("sts", "_process_sync"): Treatment("speech to speech"),
-    ("vlm", "_worker"): _DIFFUSION,
+    ("vlm", "_worker"): replace(_DIFFUSION, answers=True),
     ("vlm", "_prepare_diffusion_inputs_from_prompt"): _DIFFUSION,
     ("vlm", "_process_diffusion_chat_messages"): _DIFFUSION,
     ("dflash", "_run"): _DFLASH,
-    ("dflash", "_run_generate_streaming"): _DFLASH,
+    ("dflash", "_run_generate_streaming"): replace(_DFLASH, answers=True),
     (None, "_sync_and_clear_cache"): _CLEAR,
 }
 
@@ -224,7 +232,18 @@ def take_turn(job: Job, call: Callable[[], Any]) -> Any:
         return call()
     if (kind.steps or kind.items) and job.model is not None:
         call = functools.partial(_with_pauses, job.model, kind, call)
-    return gpu_hold.held(job.name, kind.site, call, drain_global, optional=kind.optional)
+    try:
+        return gpu_hold.held(job.name, kind.site, call, drain_global, optional=kind.optional)
+    except TurnTimeout:
+        if not kind.answers:
+            raise
+        # It has not begun: what such a job raises itself goes to its reader.
+        logger.warning(
+            "admission: '%s' (%s) waited too long for its turn on the GPU and runs without it",
+            job.name,
+            kind.site,
+        )
+        return call()
 
 
 def _with_pauses(model: Any, kind: Treatment, call: Callable[[], Any]) -> Any:

@@ -157,6 +157,21 @@ def test_a_cache_clear_goes_on_without_the_turn_rather_than_fail(
     assert seen == [True, False]
 
 
+def test_a_job_whose_reader_would_wait_for_ever_runs_without_the_turn_at_last(
+    executor: Any, turn: gpu_turn.GpuTurn
+) -> None:
+    turn.limit_s = 0.02
+    hold = turn.acquire("busy", "test")
+    for module, name in (("vlm", "_worker"), ("dflash", "_run_generate_streaming")):
+        job = as_if_of(f"omlx.engine.{module}", name, lambda: turn.held())
+        assert executor.submit(job).result(PATIENCE_S) is False
+    for module, name in (("vlm", "_process_diffusion_chat_messages"), ("dflash", "_run")):
+        job = as_if_of(f"omlx.engine.{module}", name, lambda: "ran")
+        with pytest.raises(gpu_turn.TurnTimeout):
+            executor.submit(job).result(PATIENCE_S)
+    hold.release()
+
+
 class Speaker:
     """A speech model: its audio comes in pieces."""
 
