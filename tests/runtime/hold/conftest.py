@@ -1,0 +1,38 @@
+"""The rule that is in force, and the clock that stands still."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from omlx_admission.runtime import stream_hold
+from omlx_admission.runtime.stream_hold import Keepalive, Rule
+
+from ..virtual import VirtualLoop
+from .rig import AFTER, FRAMES, INTERVAL, Waiter
+
+
+@pytest.fixture(autouse=True)
+def _rule() -> Iterator[None]:
+    stream_hold.rule = Rule(AFTER, lambda p: Keepalive(FRAMES[p].encode(), INTERVAL))
+    yield
+    stream_hold.rule = None
+
+
+@pytest.fixture
+def loop() -> Iterator[VirtualLoop]:
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    yield loop
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.turn()
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
+@pytest.fixture
+def waiter(loop: VirtualLoop) -> Waiter:
+    return Waiter(loop)
