@@ -8,24 +8,14 @@ from omlx_admission.hooks.needs import Kind, Need
 from omlx_admission.hooks.source_names import is_dataclass, last_name, own_nodes
 
 #: Decorators after which a function or class is still what it was.
-_HARMLESS = frozenset(
-    {
-        "override",
-        "final",
-        "deprecated",
-        # Of our own changes (`patches/`): they pass on what they are called with.
-        "announced",
-        "leased_for_request",
-        "released_by_request",
-        "remembers_refusal",
-    }
-)
+_HARMLESS = frozenset({"override", "final", "deprecated"})
 _HARMLESS_ON_CLASS = _HARMLESS | {"dataclass", "runtime_checkable", "total_ordering"}
 
-#: What `patches/gpu-turn` puts round functions that hooks wrap as well: they keep their
-#: names, kinds and parameters.
+#: What our own changes (`patches/`) put round functions that hooks wrap as well: they
+#: keep their names, kinds and parameters.
 _OF_CHANGES = frozenset(
-    f"gpu_turn.{name}" for name in ("ahead", "burst", "clean_up", "one_turn", "vision")
+    {"announced", "leased_for_request", "released_by_request", "remembers_refusal"}
+    | {f"gpu_turn.{name}" for name in ("ahead", "burst", "clean_up", "one_turn", "vision")}
 )
 
 

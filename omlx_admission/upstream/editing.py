@@ -14,75 +14,12 @@ from typing import Any, cast
 import libcst as cst
 
 from omlx_admission.upstream import style
+from omlx_admission.upstream.anchors import docstring_length, function, squeezed
 from omlx_admission.upstream.change import AnchorMissing
 
 Block = Sequence[cst.BaseStatement]
 
 _BLANK = cst.EmptyLine(indent=False)
-
-
-# -- finding ------------------------------------------------------------------
-
-
-def has(module: cst.Module, name: str) -> bool:
-    """Whether a class, function or method of this dotted name is defined."""
-    try:
-        find(module, name)
-    except AnchorMissing:
-        return False
-    return True
-
-
-def find(module: cst.Module, name: str) -> cst.FunctionDef | cst.ClassDef:
-    """The last definition of a dotted name, which is the one that Python keeps."""
-    body: Sequence[cst.CSTNode] = module.body
-    found: cst.FunctionDef | cst.ClassDef | None = None
-    for part in name.split("."):
-        found = next((n for n in reversed(body) if _is_named(n, part)), None)  # type: ignore[assignment]
-        if found is None:
-            raise AnchorMissing(f"{name} is missing")
-        body = found.body.body
-    assert found is not None
-    return found
-
-
-def first_of(module: cst.Module, *names: str) -> str:
-    """The first of these dotted names that is defined."""
-    for name in names:
-        if has(module, name):
-            return name
-    raise AnchorMissing(f"neither {' nor '.join(names)} is there")
-
-
-def function(module: cst.Module, name: str) -> cst.FunctionDef:
-    """Like :func:`find`, for a function or method."""
-    found = find(module, name)
-    if not isinstance(found, cst.FunctionDef):
-        raise AnchorMissing(f"{name} is no function")
-    return found
-
-
-def _is_named(node: cst.CSTNode, name: str) -> bool:
-    return isinstance(node, cst.FunctionDef | cst.ClassDef) and node.name.value == name
-
-
-def squeezed(node: cst.CSTNode) -> str:
-    """The code of ``node`` without any space, to compare with."""
-    return re.sub(r"\s+", "", cst.Module([]).code_for_node(node))
-
-
-def docstring_length(body: Sequence[cst.CSTNode]) -> int:
-    """1 where ``body`` begins with a docstring, else 0."""
-    if not body or not isinstance(body[0], cst.SimpleStatementLine):
-        return 0
-    first = body[0].body[0]
-    return int(
-        isinstance(first, cst.Expr)
-        and isinstance(first.value, cst.SimpleString | cst.ConcatenatedString)
-    )
-
-
-# -- changing -----------------------------------------------------------------
 
 
 def change_function(
@@ -331,16 +268,6 @@ def _import_key(statement: cst.CSTNode) -> tuple[int, str] | None:
     return -len(first.relative), name
 
 
-def insert_after_call(module: cst.Module, call: str, code: str) -> cst.Module:
-    """Put statements behind the one statement of the module that is a call of ``call``."""
-    body = list(module.body)
-    places = [i for i, s in enumerate(body) if _called(s) == call]
-    if not places:
-        raise AnchorMissing(f"no call of {call} at the top level")
-    at = places[0] + 1
-    return module.with_changes(body=[*body[:at], *style.statements(code, 0), *body[at:]])
-
-
 def insert_after_definition(module: cst.Module, target: str, code: str) -> cst.Module:
     """Put statements behind the one statement of the module that assigns ``target``."""
     body = list(module.body)
@@ -353,12 +280,3 @@ def insert_after_definition(module: cst.Module, target: str, code: str) -> cst.M
         raise AnchorMissing(f"{len(places)} assignments to {target} at the top, expected one")
     at = places[0] + 1
     return module.with_changes(body=[*body[:at], *style.statements(code, 0), *body[at:]])
-
-
-def _called(statement: cst.CSTNode) -> str | None:
-    if not isinstance(statement, cst.SimpleStatementLine):
-        return None
-    first = statement.body[0]
-    if isinstance(first, cst.Expr) and isinstance(first.value, cst.Call):
-        return squeezed(first.value.func)
-    return None

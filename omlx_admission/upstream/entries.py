@@ -11,8 +11,9 @@ from typing import cast
 import libcst as cst
 
 from omlx_admission.upstream import style
+from omlx_admission.upstream.anchors import find, squeezed
 from omlx_admission.upstream.change import AnchorMissing
-from omlx_admission.upstream.editing import add_import, find, squeezed
+from omlx_admission.upstream.editing import add_import
 from omlx_admission.upstream.nested import change_functions
 
 

@@ -12,8 +12,8 @@ from typing import cast
 import libcst as cst
 
 from omlx_admission.upstream import style
+from omlx_admission.upstream.anchors import squeezed
 from omlx_admission.upstream.change import AnchorMissing
-from omlx_admission.upstream.editing import squeezed
 
 Inside = Callable[[cst.FunctionDef], cst.FunctionDef]
 

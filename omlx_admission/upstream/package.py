@@ -10,7 +10,7 @@ from functools import cache
 
 import libcst as cst
 
-from omlx_admission.upstream import editing, style
+from omlx_admission.upstream import anchors, editing, style
 from omlx_admission.upstream.transplant import LICENSE, Recipe, transplant
 
 #: Ours, below ``omlx_admission``, to its name in ``omlx/admission/``.
@@ -94,7 +94,7 @@ REQUEST_MODULES = {
 def add_middleware(module: cst.Module) -> cst.Module:
     """``server.py`` with the request middleware; as it is where it has it."""
     line = "app.add_middleware(RequestMiddleware)"
-    if any(editing.squeezed(statement) == line for statement in module.body):
+    if any(anchors.squeezed(statement) == line for statement in module.body):
         return module
     module = editing.add_import(module, "from .admission.request import RequestMiddleware")
     return editing.insert_after_definition(module, "app", line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from omlx_admission.upstream import editing, package
+from omlx_admission.upstream import anchors, editing, package
 from omlx_admission.upstream.change import Change
 from omlx_admission.upstream.transplant import Recipe
 
@@ -143,7 +143,7 @@ SETTINGS = Recipe(
 def engine_pool(module: cst.Module) -> cst.Module:
     """The pool, resident path and error mapping in it."""
     for name in ("_acquire_loaded_engine", "_get_engine_past_teardown"):
-        editing.function(module, f"{POOL}.{name}")
+        anchors.function(module, f"{POOL}.{name}")
     module = editing.add_import(module, "from .admission.gate import PoolAdmission, announced")
     module = editing.insert_after_assignment(
         module,
@@ -193,7 +193,7 @@ def engine_pool(module: cst.Module) -> cst.Module:
     module = editing.add_import(module, "from .admission.marks import drains_for_us")
     module = editing.insert_last(
         module,
-        editing.first_of(module, f"{POOL}._release_engine_lease", f"{POOL}.release_engine"),
+        anchors.first_of(module, f"{POOL}._release_engine_lease", f"{POOL}.release_engine"),
         "self._admission.released(model_id)",
     )
     module = editing.insert_first(

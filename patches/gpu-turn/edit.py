@@ -7,8 +7,9 @@ from pathlib import Path
 import libcst as cst
 
 from omlx_admission.upstream import entries, nested, style
+from omlx_admission.upstream.anchors import find, has
 from omlx_admission.upstream.change import Change, Edit, Make
-from omlx_admission.upstream.editing import decorate, find, has, insert_first
+from omlx_admission.upstream.editing import decorate, insert_first
 from omlx_admission.upstream.transplant import LICENSE, Recipe, transplant
 
 HERE = Path(__file__).parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from omlx_admission.upstream import editing
+from omlx_admission.upstream import anchors, editing
 from omlx_admission.upstream.change import Change
 from omlx_admission.upstream.transplant import as_method
 
@@ -71,7 +71,7 @@ def _past_teardown() -> str:
 
 def engine_pool(module: cst.Module) -> cst.Module:
     """The pool of 0.5.0 to 0.6.x."""
-    release = editing.first_of(
+    release = anchors.first_of(
         module, f"{POOL}._release_engine_lease", f"{POOL}.release_engine"
     )
     module = editing.insert_after_assignment(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import libcst as cst
 
 from omlx_admission.upstream import entries, nested
+from omlx_admission.upstream.anchors import find, squeezed
 from omlx_admission.upstream.change import Change
-from omlx_admission.upstream.editing import find, insert_after_definition, squeezed
+from omlx_admission.upstream.editing import insert_after_definition
 
 EXIT = "exit_if_gpu_submissions_ignored"
 CHECK = EXIT + "({})"
