@@ -34,6 +34,13 @@ def test_a_report_is_counted_and_its_failures_are_named(tmp_path: Path) -> None:
     assert counts.failures == ["test_engine_pool::TestLease::test_lost", "test_server::test_up"]
 
 
+def test_what_passes_alone_is_counted_as_passed_and_said() -> None:
+    counts = runs.Counts(3, 2, 0, ["a::x", "a::y"])
+    counts.forgive(["a::y"])
+    assert str(counts) == "4 passed (1 at the second try, alone), 1 failed"
+    assert counts.failures == ["a::x"]
+
+
 def test_a_name_holds_for_its_releases_only(tmp_path: Path) -> None:
     path = tmp_path / "known.md"
     path.write_text(TABLE)
