@@ -20,9 +20,9 @@ from typing import Any
 
 import omlx_admission
 from benchmarks.matrix import known, runs
+from benchmarks.mutations import suite
 from omlx_admission.hooks import gate, install
 from omlx_admission.hooks.install import State
-from omlx_admission.settings import Settings
 
 KNOWN = runs.REPOSITORY / "tests" / "live" / "known_differences.md"
 BEGIN = "<!-- matrix: written by `python -m benchmarks.matrix --write README.md` -->"
@@ -33,9 +33,6 @@ HEAD = (
 )
 #: What is known of it is its text; there is no checkout to run.
 UNSEEN = "| 0.7.x | by what doctor finds | not run | not run | not run | not run |"
-
-#: Everything is wanted, so that everything is judged.
-_ALL = Settings(serialize_engine_gpu=True, keep_gpu_setting=True)
 
 Row = dict[str, Any]
 
@@ -51,7 +48,7 @@ def package_state() -> str:
 
 def doctor(source: Path) -> Row:
     """Verdicts of one checkout."""
-    report = install.decide(source, _ALL)
+    report = install.decide(source, suite.SETTINGS)
     states = {v.feature.name: v.state.value for v in report.verdicts}
     reasons = {v.feature.name: v.reasons for v in report.verdicts if v.state is State.REFUSED}
     version = report.found.version if report.found else None

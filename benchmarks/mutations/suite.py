@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from benchmarks.mutations import functions, others
@@ -20,9 +21,8 @@ from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.settings import Settings
 
 #: Everything is wanted, so that everything has to be judged.
-SETTINGS = Settings(
-    serialize_engine_gpu=True, keep_gpu_setting=True, load_thread=True, max_wait_s=2.0
-)
+_OFF: dict[str, Any] = {f.field: True for f in FEATURES if not getattr(Settings(), f.field)}
+SETTINGS = Settings(**_OFF, max_wait_s=2.0)
 
 
 def all_needs() -> list[Need]:
