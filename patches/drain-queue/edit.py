@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import libcst as cst
 
+from omlx_admission import settings
 from omlx_admission.upstream import anchors, editing, package
 from omlx_admission.upstream.change import Change
 from omlx_admission.upstream.transplant import Recipe
@@ -86,50 +89,26 @@ OWN = Recipe(
 
 MARKS = Recipe("hooks.pool_state", keep=("DRAIN_REASON", "drains_for_us"))
 
-#: Variables of what stays with the package, or has no switch there.
-_OURS = (
-    "OMLX_ADMISSION",
-    "OMLX_ADMISSION_ERRORS",
-    "OMLX_ADMISSION_EXIT_ON_GPU_LOCKOUT",
-    "OMLX_ADMISSION_EXPOSURE",
-    "OMLX_ADMISSION_GPU_STUCK_S",
-    "OMLX_ADMISSION_LEASES",
-    "OMLX_ADMISSION_OFF_LOOP_CLOSE",
-    "OMLX_ADMISSION_RESIDENT_PATH",
-    "OMLX_ADMISSION_STREAM_HOLD_S",
-    "OMLX_ADMISSION_STRICT",
-    "OMLX_ADMISSION_STUCK_S",
-    "OMLX_ADMISSION_SURFACES",
-    "OMLX_ADMISSION_UNLOADS",
-    "OMLX_SERIALIZE_ENGINE_GPU",
+#: Of our variables, those of the queue; the others stay with the package.
+VARIABLES = (
+    "OMLX_ADMISSION_QUEUE",
+    "OMLX_ADMISSION_MAX_WAIT_S",
+    "OMLX_ADMISSION_MAX_QUEUE",
+    "OMLX_ADMISSION_MAX_MODELS",
+    "OMLX_ADMISSION_MAX_AGE_S",
+    "OMLX_ADMISSION_LINGER_S",
 )
+_FIELDS = {v.field for v in settings.VARIABLES if v.name in VARIABLES}
+_OTHERS = "|".join(v.name for v in settings.VARIABLES if v.name not in VARIABLES)
+
 SETTINGS = Recipe(
     "settings",
     drop=(
         "api_key",
         "_unknown",
-        *(
-            f"Settings.{name}"
-            for name in (
-                "enabled",
-                "errors",
-                "exit_on_gpu_lockout",
-                "exposure",
-                "gpu_stuck_s",
-                "keep_gpu_setting",
-                "leases",
-                "off_loop_close",
-                "resident_path",
-                "serialize_engine_gpu",
-                "stream_hold_s",
-                "strict",
-                "stuck_s",
-                "surfaces",
-                "unloads",
-            )
-        ),
+        *(f"Settings.{f.name}" for f in fields(settings.Settings) if f.name not in _FIELDS),
     ),
-    drop_elements=rf'Variable\("({"|".join(_OURS)})",',
+    drop_elements=rf'Variable\("({_OTHERS})",',
     rewrite={"problems += _unknown(source)": None},
     prepend='OFF_WORDS = frozenset({"0", "false", "off", "no"})\n',
     text={

@@ -19,7 +19,14 @@ def _errors() -> str:
     )
     recipe = Recipe(
         "hooks.errors",
-        drop=("NATIVE", "NEEDS", "apply_pool"),
+        keep=(
+            "_MISREAD",
+            "_GUESS_S",
+            "get_engine",
+            "remember",
+            "refusal_of",
+            "_load_failed",
+        ),
         replace={"get_engine": decorator},
         rewrite={
             "from omlx import exceptions as theirs": None,

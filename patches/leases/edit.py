@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import libcst as cst
 
-from omlx_admission.upstream import editing, package
+from omlx_admission.upstream import anchors, editing, package
 from omlx_admission.upstream.change import Change
 from omlx_admission.upstream.transplant import Recipe
 
 #: With the lease goes what a request knows of its own; our switch has no place there.
 HOLDING = Recipe(
     "hooks.holding",
-    drop=("_keeping", "keeping", "keep_unleased", "own"),
+    keep=("Kept", "Holding", "note", "released", "keep", "let_go", "held_engine"),
     rewrite={"not _keeping or request is None": "request is None"},
     text={
         "Stock leases some hand-outs": "Routes lease some hand-outs",
@@ -23,15 +23,26 @@ very request that asks.""": "(``/v1/embeddings``\nasks again after its 200 is ou
 )
 
 
+#: By these the holder itself says that its model may go: to it the model is not busy.
+UNLOADS = (
+    "_unload_engine",
+    "prepare_cluster_reload",
+    "request_unload",
+    "unload_if_idle_unpinned",
+)
+
+
 def engine_pool(module: cst.Module) -> cst.Module:
     """Two decorators; and an unload by the holder itself finds no lease of its own."""
     module = editing.add_import(
         module, "from .admission.leases import leased_for_request, released_by_request"
     )
     module = editing.add_import(module, "from .admission import holding")
-    module = editing.insert_first(
-        module, "EnginePool._unload_engine", "holding.let_go(model_id)"
-    )
+    for name in UNLOADS:
+        if anchors.has(module, f"EnginePool.{name}"):
+            module = editing.insert_first(
+                module, f"EnginePool.{name}", "holding.let_go(model_id)"
+            )
     module = editing.decorate(module, "EnginePool.release_engine", "released_by_request")
     return editing.decorate(module, "EnginePool.get_engine", "leased_for_request")
 
