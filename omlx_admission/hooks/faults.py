@@ -6,6 +6,9 @@ import logging
 
 logger = logging.getLogger("omlx.admission")
 
+#: Last words of the line; whoever reads a log finds our faults by them.
+SAID = "failed, oMLX runs stock there"
+
 _noted: set[str] = set()
 
 
@@ -17,7 +20,7 @@ def note(place: str, error: BaseException) -> None:
     if is_omlx(error) or place in _noted:
         return
     _noted.add(place)
-    logger.error("admission: %s failed, oMLX runs stock there", place, exc_info=error)
+    logger.error("admission: %s %s", place, SAID, exc_info=error)
 
 
 def is_omlx(error: BaseException) -> bool:

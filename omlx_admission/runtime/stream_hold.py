@@ -151,7 +151,7 @@ class StreamHold:
         except Exception:
             logger.exception("admission: a stream that waits cannot be kept alive")
             return
-        if keepalive is None or fields.get("stream") is not True:
+        if keepalive is None or not _is_true(fields.get("stream")):
             return
         self._model = str(fields.get("model") or "")
         self.began = True
@@ -259,6 +259,13 @@ class StreamHold:
         assert self._task is not None
         self._over.set()
         await self._task
+
+
+def _is_true(value: object) -> bool:
+    """What oMLX's request models take for true."""
+    if isinstance(value, str):
+        return value.lower() in {"1", "on", "t", "true", "y", "yes"}
+    return value == 1
 
 
 def _part(body: bytes, more: bool) -> Message:

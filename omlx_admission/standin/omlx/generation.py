@@ -24,7 +24,7 @@ class Sequence:
         self._cache = make_prompt_cache(model)
         self._detokenizer = tokenizer.detokenizer
         self._eos = set(tokenizer.eos_token_ids)
-        self._tokens: list[int] = []
+        self._tokens = request.output_token_ids
         self._text = ""
         self._in_flight: mx.array | None = None
         self._first_token_at: float | None = None

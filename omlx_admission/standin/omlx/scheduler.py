@@ -79,7 +79,8 @@ class Scheduler:
         self.config = config or SchedulerConfig()
         self._stream = stream
         self.waiting: deque[Request] = deque()
-        self.running: dict[str, Sequence] = {}
+        self.running: dict[str, Request] = {}
+        self._sequences: dict[str, Sequence] = {}
         self.prefilling: list[Request] = []
         self.requests: dict[str, Request] = {}
         self._pending_abort_ids: set[str] = set()
@@ -176,8 +177,8 @@ class Scheduler:
         self._admit(output)
         if self.running:
             output.has_work = True
-            for request_id, sequence in list(self.running.items()):
-                result = sequence.advance()
+            for request_id in list(self.running):
+                result = self._sequences[request_id].advance()
                 output.outputs.append(result)
                 if result.finished:
                     output.finished_request_ids.add(request_id)
@@ -249,7 +250,8 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             sequence = Sequence(self.model, self.tokenizer, request, self._stream)
             sequence.prefill(self.config.prefill_step_size)
-            self.running[request.request_id] = sequence
+            self.running[request.request_id] = request
+            self._sequences[request.request_id] = sequence
             self._kv_bytes_per_token = self._kv_bytes_per_token or sequence.bytes_per_token()
 
     def _rejection(self, request: Request, needed: PrefillEvictionRequest) -> RequestOutput:
@@ -275,6 +277,7 @@ class Scheduler:
     def _forget(self, request_id: str) -> None:
         request = self.requests.pop(request_id, None)
         self.running.pop(request_id, None)
+        self._sequences.pop(request_id, None)
         if request is not None:
             request.status = RequestStatus.FINISHED
             with suppress(ValueError):
@@ -283,6 +286,7 @@ class Scheduler:
     def _clear(self) -> None:
         self.waiting.clear()
         self.running.clear()
+        self._sequences.clear()
         self.prefilling.clear()
         self.requests.clear()
         with self._abort_lock:

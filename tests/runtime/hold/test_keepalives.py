@@ -50,11 +50,23 @@ def test_keepalives_come_after_the_hold_and_then_at_the_interval(
     assert exchange.closed
 
 
+@pytest.mark.parametrize("true", [True, 1, "true", "YES"])
+def test_what_omlx_takes_for_true_is_held(
+    loop: VirtualLoop, waiter: Waiter, true: object
+) -> None:
+    exchange = Exchange(loop, waiter, "/v1/chat/completions", {"model": "b", "stream": true})
+    loop.advance(AFTER)
+    assert exchange.keepalives == 1
+    end(exchange, waiter)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/chat/completions", {"model": "b"}),
         ("/v1/chat/completions", {"model": "b", "stream": False}),
+        ("/v1/chat/completions", {"model": "b", "stream": "off"}),
+        ("/v1/chat/completions", {"model": "b", "stream": 2}),
         ("/v1/chat/completions", {"model": "b", "tools": [{"stream": True}]}),
         ("/v1/chat/completions", {"model": "b", "x": '"stream": true'}),
         ("/v1/embeddings", {"model": "b", "stream": True}),
