@@ -39,12 +39,12 @@ def left(monkeypatch):
     return codes
 
 
-def _raised(error, *, cause=None, context=None):
+def _raised(error, *, cause=None, context=None, hidden=False):
     try:
         try:
             raise context or KeyError("unrelated")
         except Exception:
-            if cause is not None:
+            if cause is not None or hidden:
                 raise error from cause
             raise error  # noqa: B904
     except Exception as caught:
@@ -74,6 +74,7 @@ def test_it_leaves_with_status_70(error, left):
         RuntimeError(f"cannot parse the prompt: {IGNORED}"),  # it quotes somebody
         ValueError(IGNORED),  # MLX raises RuntimeError
         _raised(ValueError("later"), cause=KeyError("x"), context=RuntimeError(IGNORED)),
+        _raised(ValueError("later"), context=RuntimeError(IGNORED), hidden=True),
     ],
 )
 def test_it_stays_for_everything_else(error, left):
