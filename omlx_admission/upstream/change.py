@@ -36,6 +36,8 @@ class Change:
             ``native`` needs ask for is there once the change is in.
         edits: path below ``omlx/`` of a file that exists, and what edits it.
         optional: paths of ``edits`` that not every oMLX has.
+        test_edits: path below ``tests/`` of a test of oMLX's that says what the change
+            makes untrue, and what edits it; left out where it is not there.
         modules: path below ``omlx/`` of a file to add, and what makes its text. A
             file that an earlier change has added is left as it is.
         after: changes that this one stands on, applied first where they are missing.
@@ -50,6 +52,7 @@ class Change:
     edits: Mapping[str, Edit]
     modules: Mapping[str, Make] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
+    test_edits: Mapping[str, Edit] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     folder: Path = Path()
 

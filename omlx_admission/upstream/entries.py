@@ -91,31 +91,28 @@ class _Entry(cst.CSTTransformer):
         self._value = value
         self.found = 0
 
-    def leave_Return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:
-        entries = updated_node.value
-        if not isinstance(entries, cst.Dict) or len(entries.elements) < 2:
+    def leave_Dict(self, original_node: cst.Dict, updated_node: cst.Dict) -> cst.Dict:
+        if len(updated_node.elements) < 2:
             return updated_node
         self.found += 1
-        *rest, last = entries.elements
+        *rest, last = updated_node.elements
         new = cst.DictElement(
             cst.SimpleString(f'"{self._key}"'),
             cst.parse_expression(self._value),
             comma=last.comma,
         )
         last = last.with_changes(comma=rest[-1].comma)
-        return updated_node.with_changes(
-            value=entries.with_changes(elements=[*rest, last, new])
-        )
+        return updated_node.with_changes(elements=[*rest, last, new])
 
 
 def add_entry(module: cst.Module, name: str, key: str, value: str) -> cst.Module:
-    """Give the dict that function ``name`` returns one more entry, laid out as its last."""
+    """Give the one dict in function ``name`` one more entry, laid out as its last."""
 
     def change(node: cst.FunctionDef) -> cst.FunctionDef:
         visitor = _Entry(key, value)
         changed = cast(cst.FunctionDef, node.visit(visitor))
         if visitor.found != 1:
-            raise AnchorMissing(f"{name}: {visitor.found} dicts returned, expected one")
+            raise AnchorMissing(f"{name}: {visitor.found} dicts, expected one")
         return changed
 
     return change_functions(module, name, change)

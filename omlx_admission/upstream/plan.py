@@ -123,10 +123,11 @@ def _step(tree: Tree, change: Change) -> Step:
         whole = f"{PACKAGE}/{path}"
         if tree.read(whole) is None:
             files[whole] = _made(make, style.line_length.get()).encode()
-    for path, edit in change.edits.items():
-        whole = f"{PACKAGE}/{path}"
+    edits = [(f"{PACKAGE}/{p}", e, p in change.optional) for p, e in change.edits.items()]
+    edits += [(f"{TESTS}/{p}", e, True) for p, e in change.test_edits.items()]
+    for whole, edit, optional in edits:
         content = tree.read(whole)
-        if content is None and path in change.optional:
+        if content is None and optional:
             continue
         if content is None:
             raise Refused(f"{whole} is missing")

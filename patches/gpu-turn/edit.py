@@ -205,6 +205,12 @@ def dflash(module: cst.Module) -> cst.Module:
     return _imported(module, "..")
 
 
+def test_settings(module: cst.Module) -> cst.Module:
+    """It compares the whole section."""
+    name = "TestSchedulerSettings.test_to_dict"
+    return entries.add_entry(module, name, "serialize_engine_gpu", "False")
+
+
 CHANGE = Change(
     name="gpu-turn",
     title="Let engines take turns on the GPU (serialize_engine_gpu)",
@@ -235,6 +241,7 @@ hands over. Off by default; off, nothing is taken.
         "engine/dflash.py": dflash,
     },
     optional=frozenset({"engine/dflash.py"}),
+    test_edits={"test_settings.py": test_settings},
     modules={
         "gpu_turn/__init__.py": _new("__init__.py"),
         "gpu_turn/queue.py": _queue,

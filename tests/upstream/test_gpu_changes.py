@@ -20,6 +20,8 @@ from omlx_admission.upstream import entries, nested, register
 from omlx_admission.upstream.apply import make
 from omlx_admission.upstream.change import AnchorMissing, Refused
 
+from .conftest import git
+
 
 @pytest.fixture
 def edited(checkout: Path) -> Path:
@@ -145,6 +147,19 @@ def test_an_omlx_without_the_optional_engine_is_edited_all_the_same(checkout: Pa
     change = register.changes()["gpu-turn"]
     assert "engine/dflash.py" in change.optional
     assert change.optional < set(change.edits)
+
+
+def test_a_test_of_omlxs_own_that_becomes_untrue_is_edited_where_it_is(checkout: Path) -> None:
+    code = (
+        "class TestSchedulerSettings:\n    def test_to_dict(self):\n        assert f() == {\n"
+        '            "a": 1,\n            "b": 2,\n        }\n'
+    )
+    (checkout / "tests" / "test_settings.py").write_text(code)
+    git(checkout, "add", "--all")
+    git(checkout, "commit", "--quiet", "--message=a test")
+    make(checkout, "gpu-turn")
+    edited = (checkout / "tests" / "test_settings.py").read_text()
+    assert edited == code.replace("2,\n", '2,\n            "serialize_engine_gpu": False,\n')
 
 
 class TestEdits:
