@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from .conftest import Omlx
 from .house import KINDS, House, error_of, start
 
 Open = Callable[..., House]
+
+#: Model and wait budget in, the error and the number of tries out.
+Call = Callable[[str, str | None], tuple[Any, int]]
 
 CHAT = DOORS[0]
 EMBED = next(door for door in DOORS if door.kind == "embed")
@@ -247,9 +251,8 @@ def test_b57_the_same_swap_however_the_model_was_loaded(house: Open) -> None:
 def test_b27_stock_clients_read_each_refusal_as_what_it_is(house: Open, name: str) -> None:
     package: Any = pytest.importorskip(name)
     here = house()
-    call = stock_client(package, here)
 
-    async def scenario() -> dict[str, tuple[Any, int]]:
+    async def scenario(call: Call) -> dict[str, tuple[Any, int]]:
         seen = {}
         for model in ("text-never", "text-broken", "nobody", "embed"):
             seen[model] = await asyncio.to_thread(call, model, None)
@@ -258,7 +261,8 @@ def test_b27_stock_clients_read_each_refusal_as_what_it_is(house: Open, name: st
         await here.hang_up(stream)
         return seen
 
-    seen = asyncio.run(scenario())
+    with stock_client(package, here) as call:
+        seen = asyncio.run(scenario(call))
     status = {model: error.status_code for model, (error, _) in seen.items()}
     expected = {
         "text-never": 507,
@@ -279,7 +283,8 @@ def test_b27_stock_clients_read_each_refusal_as_what_it_is(house: Open, name: st
     assert kinds[name] in str(seen["text"][0].body)
 
 
-def stock_client(package: Any, here: House) -> Callable[[str, str | None], tuple[Any, int]]:
+@contextmanager
+def stock_client(package: Any, here: House) -> Iterator[Call]:
     """A call that counts the tries of a stock client and skips the pauses between them."""
     tries = 0
 
@@ -304,7 +309,8 @@ def stock_client(package: Any, here: House) -> Callable[[str, str | None], tuple
             create(model=model, messages=messages, max_tokens=4, extra_headers=headers)
         return caught.value, tries
 
-    return call
+    with client:
+        yield call
 
 
 @pytest.mark.parametrize("kind", ["short queue", "plain"])
