@@ -34,6 +34,8 @@ A cell has the status, the headers that stock clients obey, and the shape of an 
 with its type and its code. `detail` is the body of routes outside `/v1/`. Streams are refused
 with their status, before the first byte, like everything else; only a stream that has waited
 for `OMLX_ADMISSION_STREAM_HOLD_S` has its 200 already, and ends with an error event.
+The realtime socket of transcription is not here: it is always accepted, and where its model is
+refused it gets an error frame with the reason, as in stock.
 """
 
 

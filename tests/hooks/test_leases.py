@@ -95,10 +95,11 @@ def test_a_job_keeps_what_it_was_handed_until_its_own_end(
     async def test() -> None:
         house = make_house(max_age_s=0.0)
         request = request_to("/admin/api/bench/start")
-        finish = asyncio.Event()
+        handed, finish = asyncio.Event(), asyncio.Event()
 
         async def job() -> None:
             engine = await house.get("a", lease=False)
+            handed.set()
             await finish.wait()
             assert house.entry("a").engine is engine
 
@@ -106,8 +107,10 @@ def test_a_job_keeps_what_it_was_handed_until_its_own_end(
             running = asyncio.ensure_future(job())
         if ended:
             request.end()
-        await until(lambda: house.entry("a").in_use == 1)
+        await handed.wait()
         request.end()
+        await settle()
+        assert house.entry("a").in_use == 1
         for_b = house.ask("b")
         await settle()
         assert not for_b.done()
@@ -139,6 +142,30 @@ def test_a_job_that_fails_gives_its_model_back(make_house: Make, end: str) -> No
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await settle()
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_job_is_not_bound_by_what_its_request_allowed(make_house: Make) -> None:
+    """Fail-fast is for clients; the one that began the job has its answer long since."""
+
+    async def test() -> None:
+        house = make_house(max_wait_s=0.0)
+        headers = [(b"x-omlx-max-wait", b"0")]
+        request = requests.Request(
+            {"path": "/admin/api/bench/start", "headers": headers}, never
+        )
+        request.end()
+
+        async def job() -> None:
+            await house.get("a", lease=False)
+
+        with within(request):
+            running = asyncio.ensure_future(job())
+        await running
+        await settle()
+        assert house.resident() == {"a"}
         house.assert_idle()
 
     run(test)
@@ -267,6 +294,27 @@ class TestTheSameRequestAsksAgain:
                 await house.release("b")
             await until(lambda: house.entry("a").pending_unload_reason is None)
             await until(lambda: not state_of(house.pool).unloading)
+            house.assert_idle()
+
+        run(test)
+
+    def test_another_variant_is_another_question(self, make_house: Make, mocker: Any) -> None:
+        """The model is loaded anew; what was kept of the first does not keep it from that."""
+
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            mocker.patch.object(
+                house.pool,
+                "_engine_runtime_signature",
+                lambda _m, s=None, **_k: (("mtp_enabled", str(bool(s))),),
+            )
+            request = request_to(LOAD)
+            with within(request):
+                first = await house.get("d", lease=False)
+                second = await house.get("d", lease=False, runtime_settings={"mtp": 1})
+            assert second is not first
+            assert house.events.count("load d") == 2
+            request.end()
             house.assert_idle()
 
         run(test)

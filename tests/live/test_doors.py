@@ -130,7 +130,9 @@ def test_b31_nothing_is_sent_before_a_model_is_there(house: Open) -> None:
         stream = await here.busy()
         body = {"model": "text", **CHAT.body}
         asked = [
-            asyncio.create_task(here.post("/v1/embeddings", {"model": "embed", "input": "x"})),
+            asyncio.create_task(
+                here.post("/v1/embeddings", {"model": "embed", "input": "hello"})
+            ),
             asyncio.create_task(here.post("/v1/chat/completions", body)),
         ]
         for model in ("embed", "text"):
