@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,37 +123,60 @@ def omlx_suite(
         }
         options = ["-p", "omlx_admission_active"] if with_package else []
         options.append(f"--timeout={_TEST_S}")
-        counts = _pytest(python, [*options, *files], source, environment, log)
-        passing = []
-        for test in counts.failures:
-            if test.partition("[")[0] in expected:
-                continue
-            name, _, rest = test.partition("::")
-            again = [*options, f"tests/{name}.py::{rest}"]
-            second = _pytest(python, again, source, environment, log.with_suffix(".2.log"))
-            if second.passed and not second.failed:
-                passing.append(test)
-        counts.forgive(passing)
-        return counts
+        return _twice(
+            lambda which, to: _pytest(python, [*options, *which], source, environment, to),
+            files,
+            "tests",
+            log,
+            expected,
+        )
 
 
 def hook_tests(source: Path, python: str, log: Path) -> Counts:
     """The hooks in a process that imports this oMLX; needs our test dependencies there."""
     # Plugins of oMLX's own tests may be there; ours know nothing of them. What oMLX and
     # its libraries warn of in this process is not for us to fail on.
-    options = ["-p", "no:asyncio", "-W", "default", "tests/hooks", f"--omlx-src={source}"]
-    with tempfile.TemporaryDirectory() as folder:
-        environment = _environment(Path(folder), [REPOSITORY])
-        return _pytest(python, options, REPOSITORY, environment, log)
+    options = ["-p", "no:asyncio", "-W", "default", f"--omlx-src={source}"]
+    return _ours("tests/hooks", python, options, log)
 
 
 def live_tests(source: Path, python: str, log: Path) -> Counts:
     """Whole servers of this oMLX; the stand-in's own runs are left out."""
-    options = ["tests/live", f"--omlx-src={source}", f"--omlx-python={python}"]
+    options = [f"--omlx-src={source}", f"--omlx-python={python}"]
     options += ["-k", f"not stand-in and {source.name}"]
+    return _ours("tests/live", sys.executable, options, log)
+
+
+def _ours(tests: str, python: str, options: Sequence[str], log: Path) -> Counts:
     with tempfile.TemporaryDirectory() as folder:
         environment = _environment(Path(folder), [REPOSITORY])
-        return _pytest(sys.executable, options, REPOSITORY, environment, log)
+        return _twice(
+            lambda which, to: _pytest(python, [*options, *which], REPOSITORY, environment, to),
+            [tests],
+            tests,
+            log,
+        )
+
+
+def _twice(
+    run: Callable[[Sequence[str], Path], Counts],
+    files: Sequence[str],
+    folder: str,
+    log: Path,
+    expected: Collection[str] = (),
+) -> Counts:
+    """Run ``files``; what fails though nobody expects it runs once more, each test alone."""
+    counts = run(files, log)
+    passing = []
+    for test in counts.failures:
+        if test.partition("[")[0] in expected:
+            continue
+        name, _, rest = test.partition("::")
+        second = run([f"{folder}/{name}.py::{rest}"], log.with_suffix(".2.log"))
+        if second.passed and not second.failed:
+            passing.append(test)
+    counts.forgive(passing)
+    return counts
 
 
 def _environment(home: Path, path: Sequence[Path]) -> dict[str, str]:
