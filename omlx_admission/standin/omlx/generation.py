@@ -101,7 +101,6 @@ class Sequence:
 
     def _add(self, token: int) -> str:
         self._tokens.append(token)
-        self._request.output_token_ids.append(token)
         self._detokenizer.add_token(token)
         segment = str(self._detokenizer.last_segment)
         self._text += segment
