@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from omlx.admission.gate import PoolAdmission
-from omlx.admission.pool import AdmissionRefused
+from omlx.admission.pool import AdmissionRefused, planned_victims
 from omlx.admission.settings import Settings
 from omlx.engine_pool import EngineEntry, EnginePool
 from omlx.exceptions import ModelNotFoundError, ModelTooLargeError
@@ -86,6 +86,16 @@ class Machine:
 
     async def done(self, model):
         await asyncio.wait_for(self.pool.release_engine(model), 5)
+
+
+def wait_for_release(pool):
+    """An unload that takes as long as a request runs: the waiters cannot wait for it."""
+
+    async def unload(self, model_id):
+        while pool._entries[model_id].in_use:
+            await asyncio.sleep(0)
+
+    return unload
 
 
 async def settle():
@@ -186,10 +196,13 @@ async def test_shutdown_refuses_who_waits(monkeypatch, tmp_path):
     await machine.serve("a")
     for_b = machine.ask("b")
     await settle()
-    machine.pool._admission.shut_down()
+    monkeypatch.setattr(EnginePool, "_unload_engine", wait_for_release(machine.pool))
+    shutdown = asyncio.ensure_future(machine.pool.shutdown())
     with pytest.raises(AdmissionRefused) as caught:
         await asyncio.wait_for(for_b, 5)
     assert caught.value.refusal.code == "shutting_down"
+    await machine.done("a")
+    await asyncio.wait_for(shutdown, 5)
 
 
 @pytest.mark.asyncio
@@ -199,3 +212,33 @@ async def test_switched_off_the_pool_decides_alone(monkeypatch, tmp_path):
     assert not machine.pool._admission.enabled
     await machine.serve("a")
     assert machine.log == ["load a"]
+
+
+@pytest.mark.asyncio
+async def test_a_model_whose_gate_is_closed_is_not_handed_out(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    await machine.serve("a")
+    assert machine.pool._acquire_loaded_engine("a", False, False, None) is not None
+    machine.pool._admission.gated = frozenset({"a"})
+    assert machine.pool._acquire_loaded_engine("a", False, False, None) is None
+
+
+@pytest.mark.asyncio
+async def test_the_planned_victim_goes_first(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    pool = machine.pool
+    for used, model in enumerate(("a", "b")):
+        pool._entries[model].engine = Engine()
+        pool._entries[model].last_access = used
+    assert pool._find_lru_victim() == "a"
+    planned_victims.set(("b",))
+    assert pool._find_lru_victim() == "b"
+    pool._entries["b"].in_use = 1
+    assert pool._find_lru_victim() == "a", "a plan does not outlive what it was made on"
+
+
+@pytest.mark.asyncio
+async def test_who_wants_no_lease_leaves_none(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    await asyncio.wait_for(machine.pool.get_engine("a"), 5)
+    assert machine.pool._entries["a"].in_use == 0

@@ -123,6 +123,27 @@ async def test_a_second_try_that_works_is_not_spoiled_by_the_first():
 
 
 @pytest.mark.asyncio
+async def test_only_the_last_try_is_answered():
+    answers = [ModelBusyError("m", "reload"), ModelNotFoundError("m", [])]
+
+    class Pool:
+        @remembers_refusal
+        async def get_engine(self, model_id):
+            raise answers.pop(0)
+
+    pool = Pool()
+
+    class Twice:
+        async def get_engine(self, model_id):
+            with pytest.raises(ModelBusyError):
+                await pool.get_engine(model_id)
+            return await pool.get_engine(model_id)
+
+    code, _, body = await respond(Twice(), status=404)
+    assert (code, body) == (404, b"the route's own words")
+
+
+@pytest.mark.asyncio
 async def test_a_call_outside_of_a_request_just_raises():
     with pytest.raises(ModelBusyError):
         await pool_that(ModelBusyError("m", "reload")).get_engine("m")
