@@ -10,7 +10,7 @@ its work in flight included.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib.machinery
 import json
 import os
 import threading
@@ -70,7 +70,8 @@ def _record(path: str) -> None:
 
 
 def _takes_turns_itself() -> bool:
-    spec = importlib.util.find_spec("omlx")
+    # Past the finder of omlx-admission, whose hooks would come first if it saw the name.
+    spec = importlib.machinery.PathFinder.find_spec("omlx")
     places = spec.submodule_search_locations if spec is not None else None
     return any((Path(place) / "gpu_turn").is_dir() for place in places or ())
 
