@@ -32,7 +32,12 @@ from omlx_admission.hooks import faults, holding, resident, unload_modes
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_port import OmlxPool
-from omlx_admission.hooks.pool_state import UNLOAD_REASON, PoolState, state_of
+from omlx_admission.hooks.pool_state import (
+    UNLOAD_REASON,
+    PoolState,
+    state_of,
+    unloading_models,
+)
 from omlx_admission.hooks.unload_modes import Mode
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.admission import Admission
@@ -148,7 +153,7 @@ def errand_of(pool: Any, model: str) -> Errand | None:
     holding.let_go(model)  # a benchmark that unloads its model does not wait for itself
     port, entry = admission.port, pool._entries.get(model)
     assert isinstance(port, OmlxPool)
-    if entry is None or entry.engine is None or model in state.unloading:
+    if entry is None or entry.engine is None or model in unloading_models(pool):
         return None
     # Whoever holds the lock has asked the same a step ago: a drain never waits in it.
     if not port.in_use(model) or _is_enforcer(pool):
@@ -240,12 +245,12 @@ def _gone(errand: Errand) -> bool:
 def _may_go(errand: Errand, leave: Leave) -> bool:
     """Whether the wait is over: the engine has gone, or nothing keeps it from going."""
     if _gone(errand):
-        return errand.model not in errand.state.unloading
+        return errand.model not in unloading_models(errand.pool)
     port = errand.admission.port
     assert isinstance(port, OmlxPool)
     return (
         not leave.tearing_down
-        and errand.model not in errand.state.unloading
+        and errand.model not in unloading_models(errand.pool)
         and port.at_rest(errand.model)
     )
 
