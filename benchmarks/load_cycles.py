@@ -5,8 +5,10 @@ engine kind a model is loaded, asked and unloaded over and over through oMLX's o
 while another model of that kind is asked all the time; where the kind itself does not use
 the load thread (embedder, reranker), a text model is loaded, asked and unloaded in every
 cycle as well. Every answer is compared with that of the same model without the thread.
-A cycle counts when all of its answers were the same. ``--why`` shows on plain MLX what
-may and what may not be loaded on another thread.
+A cycle counts when all of its answers were the same. Each hundred cycles run in a process
+of their own: MLX on the CPU keeps a thread for each stream that there ever was, four a
+load of a text model in stock as here. ``--why`` shows on plain MLX what may and what may
+not be loaded on another thread.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import concurrent.futures
 import gc
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +37,9 @@ from omlx_admission.standin import tinymodels
 
 MODULES = ("omlx.engine_core", "omlx.engine_pool", "omlx.engine.batched", "omlx.engine.vlm")
 KINDS = ("text", "embedder", "reranker")
+#: Cycles in one process.
+_PIECE = 100
+
 #: The cycled model, the one in use beside it, and the text model loaded beside both.
 _PROMPTS = ("once upon a time", "a list of three words: ")
 
@@ -235,6 +241,18 @@ def _compiled() -> Any:
     return forward
 
 
+def in_pieces(source: Path, kinds: Sequence[str], count: int) -> bool:
+    """Each kind in processes of no more than ``_PIECE`` cycles; whether all was well."""
+    fine = True
+    for kind in kinds:
+        for done in range(0, count, _PIECE):
+            piece = str(min(_PIECE, count - done))
+            command = [sys.executable, "-m", "benchmarks.load_cycles", "--kind", kind]
+            command += ["--omlx-src", str(source), "--cycles", piece]
+            fine = subprocess.run(command, check=False).returncode == 0 and fine
+    return fine
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends with status 1 where an answer differed."""
     parser = argparse.ArgumentParser(
@@ -248,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     fine = True
     if options.why:
         why()
+    elif options.cycles > _PIECE or len(options.kind or KINDS) > 1:
+        fine = in_pieces(options.omlx_src, options.kind or KINDS, options.cycles)
     else:
         sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _startup.OmlxFinder)]
         sys.path.insert(0, str(options.omlx_src))
