@@ -39,7 +39,8 @@ class Leave:
         self.engine = engine
         self.askers = 0
         self.tearing_down = False
-        self._waiting: set[asyncio.Future[None]] = set()
+        # In order: who asked first tears down.
+        self._waiting: dict[asyncio.Future[None], None] = {}
 
     def moved(self) -> None:
         """Something of the model ended: look now."""
@@ -74,11 +75,11 @@ class Leave:
                     watch = requests.Watch(request, client_left)
                 future = loop.create_future()
                 timer = loop.call_later(min(rest, _POLL_S), _wake, future)
-                self._waiting.add(future)
+                self._waiting[future] = None
                 try:
                     await future
                 finally:
-                    self._waiting.discard(future)
+                    del self._waiting[future]
                     timer.cancel()
             return Ended.AT_REST
         finally:

@@ -96,5 +96,5 @@ def test_a_server_that_does_not_start_is_one_line(
     assert cli.main(call) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("omlx-admission demo: the server ended at once (status 1): ")
-    assert "No module named 'omlx.engine'" in last
+    assert "No module named 'omlx.cli'" in last
     assert last.endswith(f"(log in {tmp_path / 'out'})")
