@@ -137,6 +137,8 @@ def hook_tests(source: Path, python: str, log: Path) -> Counts:
     # Plugins of oMLX's own tests may be there; ours know nothing of them. What oMLX and
     # its libraries warn of in this process is not for us to fail on.
     options = ["-p", "no:asyncio", "-W", "default", f"--omlx-src={source}"]
+    # Minutes on sources of that size; `python -m benchmarks.mutations` is for them.
+    options += ["--ignore=tests/hooks/test_mutations.py"]
     return _ours("tests/hooks", python, options, log)
 
 

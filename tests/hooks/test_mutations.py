@@ -22,6 +22,9 @@ from omlx_admission.hooks.install import State
 
 COUNT = 205
 
+#: Seconds; the sources of a real oMLX are ten times the stand-in's.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def mutations(omlx_found: gate.Found) -> list[Mutation]:
