@@ -21,6 +21,7 @@ from omlx_admission import standin
 from omlx_admission.hooks import gate, install
 from omlx_admission.hooks.pool_state import state_of
 from omlx_admission.settings import Settings
+from tests.hooks.decided import decided
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -175,7 +176,7 @@ def make_house(
         switches = {"resident_path": "resident", "queue": "queue", "errors": "errors"}
         if features is not None:
             values |= {field: name in features for field, name in switches.items()}
-        report = install.decide(settings=Settings(**values))
+        report = decided(Settings(**values))
         installer = install.Installer(report)
         installer.on_import(module)
         installers.append(installer)

@@ -13,6 +13,7 @@ from typing import Any
 
 from omlx_admission.hooks import install
 from omlx_admission.settings import Settings
+from tests.hooks.decided import decided
 
 PATIENCE_S = 20.0
 
@@ -124,7 +125,7 @@ def installed(*modules: str, scheduler: type | None = None, **values: Any) -> It
     """Apply the hooks that ``values`` switch on to ``modules``, then undo them."""
     off = {"resident_path": False, "queue": False, "errors": False}
     quiet = {"exposure": False, "exit_on_gpu_lockout": False}
-    report = install.decide(settings=Settings(**{**off, **quiet, **values}))
+    report = decided(Settings(**{**off, **quiet, **values}))
     installer = install.Installer(report)
     try:
         for name in modules:
