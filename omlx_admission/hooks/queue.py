@@ -252,10 +252,16 @@ class QueueHooks:
 
     @staticmethod
     def discover(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
-        """A rescan may remove a model that somebody waits for."""
+        """A rescan may remove a model that somebody waits for, but not one that loads.
+
+        Until 0.5.2 stock replaces the entry that a load is writing into, and its engine
+        is lost with the memory it holds (B19).
+        """
+        loading = {m: entry for m, entry in pool._entries.items() if entry.is_loading}
         try:
             return wrapped(*args, **kwargs)
         finally:
+            pool._entries.update(loading)
             state_of(pool).changed()
 
     @staticmethod
