@@ -7,7 +7,7 @@ loaded in between, or that an unload has spared, would hold its memory for good 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from omlx_admission.hooks import faults, unloads
@@ -59,12 +59,9 @@ async def _clear(pool: Any, state: PoolState) -> None:
     errands = [
         e for m in pool.get_loaded_model_ids() if (e := unloads.errand_of(pool, m)) is not None
     ]
-
-    def teardown(model: str) -> Callable[[], Awaitable[Any]]:
-        return lambda: pool._unload_engine(model)
-
     results = await asyncio.gather(
-        *(unloads.carry_out(e, teardown(e.model)) for e in errands), return_exceptions=True
+        *(unloads.carry_out(e, partial(pool._unload_engine, e.model)) for e in errands),
+        return_exceptions=True,
     )
     for result in results:
         if isinstance(result, BaseException):

@@ -288,9 +288,9 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     state = state_of(pool)
     admission = state.admission
     model_id, force_lm, lease, runtime_settings = arguments(*args, **kwargs)
+    engine = None
     if admission is None or model_id not in admission.gated:
         try:
-            engine = None
             if not force_lm and runtime_settings is None:
                 engine = verified_engine(pool, state, model_id)
             if engine is None:
@@ -298,10 +298,8 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         except Exception as error:  # noqa: BLE001 - stock decides what this call gets
             faults.note("resident path", error)
             engine = None
-        if engine is not None:
-            hand_out(pool, model_id, lease, force_lm, runtime_settings)
-            return engine
-    engine = held_engine(pool, state, model_id, force_lm, runtime_settings)
+    if engine is None:
+        engine = held_engine(pool, state, model_id, force_lm, runtime_settings)
     if engine is not None:
         hand_out(pool, model_id, lease, force_lm, runtime_settings)
         return engine

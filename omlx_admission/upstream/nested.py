@@ -75,29 +75,42 @@ def decorate_functions(module: cst.Module, name: str, decorator: str) -> cst.Mod
     return change_functions(module, name, change)
 
 
-class _Beside(cst.CSTTransformer):
+class _InBlocks(cst.CSTTransformer):
+    """Knows how many blocks are open round the node it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+        self.found = 0
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self.depth += 1
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        self.depth -= 1
+        return updated_node
+
+
+class _Beside(_InBlocks):
     def __init__(self, statement: str, code: str, before: bool) -> None:
         super().__init__()
         self._wanted = squeezed(cst.parse_statement(statement))
         self._code = code
         self._before = before
-        self._depth = 0
-        self.found = 0
-
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        self._depth += 1
 
     def leave_IndentedBlock(
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
-        self._depth -= 1
+        super().leave_IndentedBlock(original_node, updated_node)
         body: list[cst.BaseStatement] = []
         for one in updated_node.body:
             if not self._is_wanted(one):
                 body.append(one)
                 continue
             self.found += 1
-            new = style.statements(self._code, self._depth + 1)
+            new = style.statements(self._code, self.depth + 1)
             body += [*new, one] if self._before else [one, *new]
         return updated_node.with_changes(body=body)
 
@@ -130,22 +143,11 @@ def insert_beside(
     return change_functions(module, name, change)
 
 
-class _Handlers(cst.CSTTransformer):
+class _Handlers(_InBlocks):
     def __init__(self, exception: str, code: str) -> None:
         super().__init__()
         self._exception = exception
         self._code = code
-        self._depth = 0
-        self.found = 0
-
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        self._depth += 1
-
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        self._depth -= 1
-        return updated_node
 
     def leave_ExceptHandler(
         self, original_node: cst.ExceptHandler, updated_node: cst.ExceptHandler
@@ -161,7 +163,7 @@ class _Handlers(cst.CSTTransformer):
             name = cst.AsName(cst.Name("e"))
             updated_node = updated_node.with_changes(name=name)
         code = self._code.format(squeezed(name.name))
-        new = style.statements(code, self._depth + 2)
+        new = style.statements(code, self.depth + 2)
         kept = [s for s in body.body if squeezed(s).partition("#")[0] != "pass"]
         return updated_node.with_changes(body=body.with_changes(body=[*new, *kept]))
 
