@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 from collections.abc import Iterator
@@ -51,6 +52,29 @@ def wrapped(pool_class: type) -> set[str]:
     return {
         name for name in POOL_METHODS if hasattr(vars(pool_class).get(name), "_self_wrapper")
     }
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_decision_leaves_garbage_collection_as_it_was(
+    on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    during = []
+    judge = gate.Source.problem
+
+    def problem(self: gate.Source, need: gate.Need) -> str | None:
+        during.append(gc.isenabled())
+        return judge(self, need)
+
+    monkeypatch.setattr(gate.Source, "problem", problem)
+    before = gc.isenabled()
+    try:
+        (gc.enable if on else gc.disable)()
+        install.decide()
+        assert gc.isenabled() is on
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert during
+    assert not any(during)
 
 
 def test_undo_puts_the_raw_originals_back(pool_class: type) -> None:
