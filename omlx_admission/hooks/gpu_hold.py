@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,43 +98,33 @@ class _Current:
 _local = threading.local()
 
 
-def held(
+@contextmanager
+def holding(
     name: str,
     site: str,
-    call: Callable[[], Any],
     drain_now: Callable[[], None],
     *,
     optional: bool = False,
     **acquire: Any,
-) -> Any:
-    """Run ``call`` with the turn, drain, hand over. ``acquire``: see `GpuTurn.acquire`.
+) -> Iterator[None]:
+    """The turn for the body; then drain and hand over. ``acquire``: see `GpuTurn.acquire`.
 
     ``optional`` work does not fail for want of a turn: after `OPTIONAL_WAIT_S`, or where
     its engine closes, it runs as stock would.
 
     Raises:
-        TurnAbandoned, TurnTimeout: ``call`` was not run.
+        TurnAbandoned, TurnTimeout: the body was not run.
         RuntimeError: the drain's error.
     """
-    turn = gpu_turn.current
-    if turn is None or on_event_loop():
-        return call()
-    if optional:
-        acquire["limit_s"] = OPTIONAL_WAIT_S
-    try:
-        hold = turn.acquire(name, site, **acquire)
-    except (TurnAbandoned, TurnTimeout):
-        if not optional:
-            raise
-        return call()
-    except Exception as error:  # noqa: BLE001 - ours: the work runs as stock would
-        faults.note("the GPU turn", error)
-        return call()
+    hold = _acquired(name, site, optional, acquire)
+    if hold is None:
+        yield
+        return
     outer = getattr(_local, "current", None)
     _local.current = outer or _Current(hold, drain_now)
     try:
         try:
-            result = call()
+            yield
         except BaseException as error:
             # Seen while the turn is still held: the log says who held it and who waited.
             watch.saw(error, name)
@@ -144,10 +135,40 @@ def held(
         except BaseException as error:
             watch.saw(error, name)
             raise
-        return result
     finally:
         _local.current = outer
         hold.release()
+
+
+def _acquired(name: str, site: str, optional: bool, acquire: dict[str, Any]) -> Hold | None:
+    """The turn, once it is there; None: go on without."""
+    turn = gpu_turn.current
+    if turn is None or on_event_loop():
+        return None
+    if optional:
+        acquire["limit_s"] = OPTIONAL_WAIT_S
+    try:
+        return turn.acquire(name, site, **acquire)
+    except (TurnAbandoned, TurnTimeout):
+        if not optional:
+            raise
+    except Exception as error:  # noqa: BLE001 - ours: the work runs as stock would
+        faults.note("the GPU turn", error)
+    return None
+
+
+def held(
+    name: str,
+    site: str,
+    call: Callable[[], Any],
+    drain_now: Callable[[], None],
+    *,
+    optional: bool = False,
+    **acquire: Any,
+) -> Any:
+    """Run ``call`` with the turn, as `holding` does its body."""
+    with holding(name, site, drain_now, optional=optional, **acquire):
+        return call()
 
 
 def breathe() -> None:

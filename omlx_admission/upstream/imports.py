@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import libcst as cst
 
 from omlx_admission.upstream.anchors import squeezed
-from omlx_admission.upstream.rewriting import StaleRecipe
-
-
-def is_import(statement: cst.CSTNode) -> bool:
-    return isinstance(statement, cst.SimpleStatementLine) and isinstance(
-        statement.body[0], cst.Import | cst.ImportFrom
-    )
+from omlx_admission.upstream.rewriting import StaleRecipe, is_import
 
 
 class _Names(cst.CSTVisitor):
@@ -44,7 +39,8 @@ def tidy_imports(
     module.visit(names)
     names.read.difference_update(name for name in own if name is not None)
     future: list[Any] = []
-    absolute: list[Any] = []
+    standard: list[Any] = []
+    installed: list[Any] = []
     relative: list[Any] = []
     rest: list[Any] = []
     place = 0
@@ -65,12 +61,15 @@ def tidy_imports(
             relative.append(_moved(used, dotted, modules))
         elif isinstance(used, cst.ImportFrom) and used.relative:
             relative.append(used)
+        elif dotted.partition(".")[0] in sys.stdlib_module_names:
+            standard.append(used)
         else:
-            absolute.append(used)
-    absolute.sort(key=lambda node: (isinstance(node, cst.ImportFrom), _dotted(node)))
+            installed.append(used)
+    for absolute in (standard, installed):
+        absolute.sort(key=lambda node: (isinstance(node, cst.ImportFrom), _dotted(node)))
     relative.sort(key=lambda node: (-len(node.relative), _dotted(node)))
     lines: list[Any] = []
-    for group in (future, absolute, relative):
+    for group in (future, standard, installed, relative):
         for index, node in enumerate(group):
             blank = [cst.EmptyLine(indent=False)] if index == 0 else []
             lines.append(cst.SimpleStatementLine([node], leading_lines=blank))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import libcst as cst
 
 from omlx_admission.upstream import style
-from omlx_admission.upstream.anchors import squeezed
+from omlx_admission.upstream.anchors import docstring_length, squeezed
 
 
 class StaleRecipe(Exception):
@@ -65,6 +65,36 @@ def name_of(statement: cst.CSTNode) -> str | None:
         if isinstance(first, cst.Assign):
             return squeezed(first.targets[0].target)
     return None
+
+
+def _closed_up(original: cst.IndentedBlock, updated: Any) -> Any:
+    """Without the blank line that stood behind imports which have gone from the block."""
+    at = docstring_length(original.body)
+    if not (_imports(original.body, at) and not _imports(updated.body, at)):
+        return updated
+    if at == len(updated.body):
+        return updated
+    first = updated.body[at]
+    lines = list(first.leading_lines)
+    while lines and lines[0].comment is None:
+        lines.pop(0)
+    body = [
+        *updated.body[:at],
+        first.with_changes(leading_lines=lines),
+        *updated.body[at + 1 :],
+    ]
+    return updated.with_changes(body=body)
+
+
+def _imports(body: Sequence[Any], at: int) -> bool:
+    return at < len(body) and is_import(body[at])
+
+
+def is_import(statement: cst.CSTNode) -> bool:
+    """Whether a statement imports something."""
+    return isinstance(statement, cst.SimpleStatementLine) and isinstance(
+        statement.body[0], cst.Import | cst.ImportFrom
+    )
 
 
 class Rename(cst.CSTTransformer):
@@ -151,6 +181,8 @@ class Rewriter(cst.CSTTransformer):
                 kept = [p for p in updated.params.params if p.name.value not in gone]
                 return updated.with_changes(params=updated.params.with_changes(params=kept))
             return updated
+        if isinstance(original_node, cst.IndentedBlock):
+            return _closed_up(original_node, updated)
         if isinstance(original_node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
             return self._statement(original_node, updated)
         if (

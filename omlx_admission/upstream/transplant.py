@@ -14,12 +14,13 @@ import libcst as cst
 import omlx_admission
 from omlx_admission.upstream import style
 from omlx_admission.upstream.anchors import docstring_length, find
-from omlx_admission.upstream.imports import is_import, tidy_imports
+from omlx_admission.upstream.imports import tidy_imports
 from omlx_admission.upstream.rewriting import (
     Recipe,
     Rename,
     Rewriter,
     StaleRecipe,
+    is_import,
     name_of,
 )
 

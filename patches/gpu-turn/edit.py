@@ -56,6 +56,61 @@ def _turn() -> str:
     return transplant(recipe, {"policy.turn": "queue"})
 
 
+def _holding() -> str:
+    """What our hooks hold, without our count of faults: the error says enough here."""
+    recipe = Recipe(
+        "hooks.gpu_hold",
+        drop=("held",),
+        rewrite={
+            "import mlx.core as mx": None,
+            """
+            try:
+                return turn.acquire(name, site, **acquire)
+            except (TurnAbandoned, TurnTimeout):
+                if not optional:
+                    raise
+            except Exception as error:
+                faults.note("the GPU turn", error)
+            """: """
+            try:
+                return turn.acquire(name, site, **acquire)
+            except (TurnAbandoned, TurnTimeout):
+                if not optional:
+                    raise
+            """,
+            """
+            try:
+                yield
+            except BaseException as error:
+                watch.saw(error, name)
+                drain_after_error(drain_now, name)
+                raise
+            """: """
+            try:
+                yield
+            except BaseException:
+                drain_after_error(drain_now, name)
+                raise
+            """,
+            """
+            try:
+                drain_now()
+            except BaseException as error:
+                watch.saw(error, name)
+                raise
+            """: "drain_now()",
+        },
+        imports="import mlx.core as mx\n",
+        text={
+            'getLogger("omlx.admission")': "getLogger(__name__)",
+            '"admission: draining': '"Draining',
+            "a piece of oMLX's GPU work": "a piece of GPU work",
+            "it runs as stock would": "it runs without",
+        },
+    )
+    return transplant(recipe, {"runtime.gpu_turn": "turn"})
+
+
 def _new(name: str) -> Make:
     return lambda: style.file(LICENSE + HERE.joinpath("new", name).read_text("utf-8"))
 
@@ -246,7 +301,7 @@ hands over. Off by default; off, nothing is taken.
         "gpu_turn/__init__.py": _new("__init__.py"),
         "gpu_turn/queue.py": _queue,
         "gpu_turn/turn.py": _turn,
-        "gpu_turn/holding.py": _new("holding.py"),
+        "gpu_turn/holding.py": _holding,
         "gpu_turn/sites.py": _new("sites.py"),
     },
 )

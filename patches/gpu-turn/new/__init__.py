@@ -4,7 +4,7 @@
 owes the next one, and `sites` is what the engines use: decorators for their GPU work.
 """
 
-from .holding import breathe, pausing, steps
+from .holding import breathe
 from .sites import (
     ahead,
     burst,
@@ -13,7 +13,9 @@ from .sites import (
     enter,
     leave,
     one_turn,
+    pausing,
     status,
+    steps,
     vision,
 )
 

@@ -18,13 +18,7 @@ from typing import Any
 
 from ..decode_activity import get_decode_activity
 from . import turn as turns
-from .holding import (
-    breathe,
-    drain_after_error,
-    drain_libraries,
-    drain_stream,
-    holding,
-)
+from .holding import Breathing, breathe, drain, drain_after_error, holding
 from .turn import TurnAbandoned
 
 logger = logging.getLogger(__name__)
@@ -105,13 +99,13 @@ def leave(core: Any) -> None:
 
 
 def _engine_turn(
-    scheduler: Any, site: str, drain: Callable[[], None], *, optional: bool = False
+    scheduler: Any, site: str, drain_now: Callable[[], None], *, optional: bool = False
 ) -> AbstractContextManager[None]:
     engine = _engine(scheduler)
     return holding(
         engine.name,
         site,
-        drain,
+        drain_now,
         optional=optional,
         owner=scheduler,
         alive=lambda: _say_decoding(scheduler),
@@ -145,16 +139,16 @@ def burst(method: Callable[..., Any]) -> Callable[..., Any]:
             raise error
         outputs: Any = None
 
-        def drain() -> None:
+        def drain_what_ran() -> None:
             # A burst that issued nothing (held, throttled, idle) left nothing in flight.
             if outputs is None or any(output.has_work for output in outputs):
-                drain_stream(
+                drain(
                     scheduler._stream,
-                    libraries=bool(getattr(scheduler, "_vlm_mtp_active", None)),
+                    modules=bool(getattr(scheduler, "_vlm_mtp_active", None)),
                 )
 
         try:
-            with _engine_turn(scheduler, "decode burst", drain):
+            with _engine_turn(scheduler, "decode burst", drain_what_ran):
                 outputs = method(core)
         except TurnAbandoned:
             # The loop has been cancelled: it ends on this without a word.
@@ -176,11 +170,12 @@ def clean_up(method: Callable[..., Any]) -> Callable[..., Any]:
     def fail_all_requests(scheduler: Any) -> Any:
         if turns.current is None:
             return method(scheduler)
-        _engine(scheduler).error = None  # everybody whom it concerned fails now
+        engine = _engine(scheduler)
+        engine.error = None  # everybody whom it concerned fails now
         with _engine_turn(
             scheduler,
             "failure clean-up",
-            lambda: drain_after_error(lambda: drain_stream(scheduler._stream)),
+            lambda: drain_after_error(lambda: drain(scheduler._stream), engine.name),
             optional=True,
         ):
             return method(scheduler)
@@ -201,7 +196,7 @@ def vision(method: Callable[..., Any]) -> Callable[..., Any]:
             with _engine_turn(
                 scheduler,
                 "vision encoding",
-                lambda: drain_stream(scheduler._stream, libraries=True),
+                lambda: drain(scheduler._stream, modules=True),
             ):
                 return method(engine, *args, **kwargs)
         except TurnAbandoned:
@@ -221,7 +216,7 @@ def ahead(method: Callable[..., Any]) -> Callable[..., Any]:
         with _engine_turn(
             scheduler,
             "keep-warm",
-            lambda: drain_stream(scheduler._stream),
+            lambda: drain(scheduler._stream),
             optional=True,
         ):
             return method(core, *args, **kwargs)
@@ -230,6 +225,11 @@ def ahead(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # --- the shared MLX thread -------------------------------------------------------------
+
+
+def _drain_shared() -> None:
+    """What that thread may have in flight: its own stream and those of MLX's libraries."""
+    drain(modules=True)
 
 
 def one_turn(
@@ -248,7 +248,7 @@ def one_turn(
                 return function(*args, **kwargs)
             who = name or _name_of(args, site)
             with (
-                holding(os.path.basename(who.rstrip("/")), site, drain_libraries),
+                holding(os.path.basename(who.rstrip("/")), site, _drain_shared),
                 _pauses_before_windows(pauses_in),
             ):
                 return function(*args, **kwargs)
@@ -295,3 +295,29 @@ def _pausing(method: Any) -> Any:
         return method(*args, **kwargs)
 
     return step
+
+
+def pausing(items: Any) -> Any:
+    """The same items; before every one but the first, others have their turn.
+
+    For use inside a turn. Whatever has no items is handed back as it is.
+    """
+    if turns.current is None or not hasattr(items, "__iter__"):
+        return items
+    return Breathing(items)
+
+
+def steps(items: Any, site: str, name: str | None = None) -> Any:
+    """The same items, all of them one turn with pauses, from the first ``next`` until
+    they end or are closed. Whoever uses this closes it."""
+    if turns.current is None:
+        return items
+    return _turn_of(Breathing(items), site, os.path.basename((name or site).rstrip("/")))
+
+
+def _turn_of(items: Breathing, site: str, name: str) -> Iterator[Any]:
+    try:
+        with holding(name, site, _drain_shared):
+            yield from items
+    finally:
+        items.close()

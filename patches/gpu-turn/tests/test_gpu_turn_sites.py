@@ -241,7 +241,7 @@ async def test_streams_are_drained_on_the_engines_thread_before_the_hand_over(
     def synchronize(stream=None):
         drained.append((stream, threading.current_thread().name, turn.held()))
 
-    monkeypatch.setattr(holding.mx, "synchronize", synchronize)
+    monkeypatch.setattr(mx, "synchronize", synchronize)
     await say(core, 1)
     thread = f"mlx-engine-{core.engine_id[:8]}_0"
     assert drained == [(core._mlx_stream, thread, True), (None, thread, True)]
@@ -251,7 +251,7 @@ async def test_a_burst_that_issued_nothing_is_not_drained(engine, turn, monkeypa
     core = await engine("a")
     core.scheduler.has_work = False
     drained = []
-    monkeypatch.setattr(holding.mx, "synchronize", lambda *a: drained.append(a))
+    monkeypatch.setattr(mx, "synchronize", lambda *a: drained.append(a))
     await say(core, 1)
     assert drained == []
 
@@ -277,7 +277,7 @@ async def test_a_drain_error_fails_who_still_runs_and_delivers_who_has_finished(
 
     def step():
         if len(core.scheduler.running) == 2:
-            monkeypatch.setattr(holding.mx, "synchronize", synchronize)
+            monkeypatch.setattr(mx, "synchronize", synchronize)
         return FakeScheduler.step(core.scheduler)
 
     core.scheduler.step = step
