@@ -14,7 +14,9 @@ import importlib.machinery
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +32,8 @@ from omlx_admission.hooks.install import State
 #: Bytes; the ceiling is 1000.
 SIZES = {"a": 600, "b": 600, "d": 300, "x": 1200}
 _STEP_S = 20.0
+#: Seconds of this process's own computing that a whole story may take; most take a tenth.
+_STORY_CPU_S = 3.0
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -132,6 +136,30 @@ def models(folder: Path) -> Path:
     return folder
 
 
+class _Endless(BaseException):
+    """A mutated oMLX computes for ever, and never comes to an await."""
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Raise `_Endless` where the body computes too long (only a main thread can)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _Endless(f"more than {_STORY_CPU_S:.0f} s of computing")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    # Again and again: raised in a finalizer, it is swallowed.
+    signal.setitimer(signal.ITIMER_VIRTUAL, _STORY_CPU_S, 0.05)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def pool_story(module: Any, folder: Path) -> list[str]:
     """What one pool does, step by step."""
     events: list[str] = []
@@ -190,8 +218,9 @@ def pool_story(module: Any, folder: Path) -> list[str]:
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, value))
         try:
-            asyncio.run(story())
-        except Exception as error:  # noqa: BLE001 - it is what is compared
+            with _bounded():
+                asyncio.run(story())
+        except (Exception, _Endless) as error:  # noqa: BLE001 - it is what is compared
             events.append(f"broke off: {type(error).__name__}: {error}")
     return events
 

@@ -74,7 +74,7 @@ def add_keyword(
     A call that ends with ``**`` something passes all that there is already.
     """
 
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+    def change(node: cst.FunctionDef, _depth: int) -> cst.FunctionDef:
         visitor = _Keyword(callee, keyword, value)
         changed = cast(cst.FunctionDef, node.visit(visitor))
         if visitor.found != 1:
@@ -108,7 +108,7 @@ class _Entry(cst.CSTTransformer):
 def add_entry(module: cst.Module, name: str, key: str, value: str) -> cst.Module:
     """Give the one dict in function ``name`` one more entry, laid out as its last."""
 
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+    def change(node: cst.FunctionDef, _depth: int) -> cst.FunctionDef:
         visitor = _Entry(key, value)
         changed = cast(cst.FunctionDef, node.visit(visitor))
         if visitor.found != 1:

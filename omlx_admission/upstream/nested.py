@@ -15,16 +15,34 @@ from omlx_admission.upstream import style
 from omlx_admission.upstream.anchors import squeezed
 from omlx_admission.upstream.change import AnchorMissing
 
-Inside = Callable[[cst.FunctionDef], cst.FunctionDef]
+#: A function, and how many blocks are open round it, to what it becomes.
+Inside = Callable[[cst.FunctionDef, int], cst.FunctionDef]
 
 
-class _Functions(cst.CSTTransformer):
+class _InBlocks(cst.CSTTransformer):
+    """Knows how many blocks are open round the node it leaves; ``depth``: round the first."""
+
+    def __init__(self, depth: int = 0) -> None:
+        super().__init__()
+        self.depth = depth
+        self.found = 0
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self.depth += 1
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        self.depth -= 1
+        return updated_node
+
+
+class _Functions(_InBlocks):
     def __init__(self, name: str, change: Inside) -> None:
         super().__init__()
         self._name = name.split(".")
         self._change = change
         self._scope: list[str] = []
-        self.found = 0
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self._scope.append(node.name.value)
@@ -46,7 +64,7 @@ class _Functions(cst.CSTTransformer):
         if not here:
             return updated_node
         self.found += 1
-        return self._change(updated_node)
+        return self._change(updated_node, self.depth)
 
 
 def change_functions(module: cst.Module, name: str, change: Inside) -> cst.Module:
@@ -60,7 +78,7 @@ def change_functions(module: cst.Module, name: str, change: Inside) -> cst.Modul
 
 def has_function(module: cst.Module, name: str) -> bool:
     """Whether there is a function, at any depth, whose dotted name ends with ``name``."""
-    visitor = _Functions(name, lambda node: node)
+    visitor = _Functions(name, lambda node, _: node)
     module.visit(visitor)
     return visitor.found > 0
 
@@ -68,34 +86,16 @@ def has_function(module: cst.Module, name: str) -> bool:
 def decorate_functions(module: cst.Module, name: str, decorator: str) -> cst.Module:
     """Put a decorator innermost round these functions."""
 
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+    def change(node: cst.FunctionDef, _depth: int) -> cst.FunctionDef:
         new = cst.Decorator(cst.parse_expression(decorator))
         return node.with_changes(decorators=[*node.decorators, new])
 
     return change_functions(module, name, change)
 
 
-class _InBlocks(cst.CSTTransformer):
-    """Knows how many blocks are open round the node it leaves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.depth = 0
-        self.found = 0
-
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        self.depth += 1
-
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        self.depth -= 1
-        return updated_node
-
-
 class _Beside(_InBlocks):
-    def __init__(self, statement: str, code: str, before: bool) -> None:
-        super().__init__()
+    def __init__(self, depth: int, statement: str, code: str, before: bool) -> None:
+        super().__init__(depth)
         self._wanted = squeezed(cst.parse_statement(statement))
         self._code = code
         self._before = before
@@ -133,8 +133,8 @@ def insert_beside(
     ``(...)`` in ``statement`` stands for any arguments of a call.
     """
 
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
-        visitor = _Beside(statement, code, before)
+    def change(node: cst.FunctionDef, depth: int) -> cst.FunctionDef:
+        visitor = _Beside(depth, statement, code, before)
         changed = cast(cst.FunctionDef, node.visit(visitor))
         if not visitor.found:
             raise AnchorMissing(f"{name}: no statement {statement}")
@@ -144,8 +144,8 @@ def insert_beside(
 
 
 class _Handlers(_InBlocks):
-    def __init__(self, exception: str, code: str) -> None:
-        super().__init__()
+    def __init__(self, depth: int, exception: str, code: str) -> None:
+        super().__init__(depth)
         self._exception = exception
         self._code = code
 
@@ -163,7 +163,7 @@ class _Handlers(_InBlocks):
             name = cst.AsName(cst.Name("e"))
             updated_node = updated_node.with_changes(name=name)
         code = self._code.format(squeezed(name.name))
-        new = style.statements(code, self.depth + 2)
+        new = style.statements(code, self.depth + 1)
         kept = [s for s in body.body if squeezed(s).partition("#")[0] != "pass"]
         return updated_node.with_changes(body=body.with_changes(body=[*new, *kept]))
 
@@ -177,8 +177,8 @@ def insert_in_handlers(
     ``needed``, functions without such a handler stay as they are.
     """
 
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
-        visitor = _Handlers(exception, code)
+    def change(node: cst.FunctionDef, depth: int) -> cst.FunctionDef:
+        visitor = _Handlers(depth, exception, code)
         changed = cast(cst.FunctionDef, node.visit(visitor))
         if needed and not visitor.found:
             raise AnchorMissing(f"{name}: no handler of {exception}")
@@ -204,7 +204,7 @@ class _Callee(cst.CSTTransformer):
 def replace_callee(module: cst.Module, name: str, old: str, new: str) -> cst.Module:
     """Call ``new`` where the functions ``name`` call ``old``."""
 
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
+    def change(node: cst.FunctionDef, _depth: int) -> cst.FunctionDef:
         visitor = _Callee(old, new)
         changed = cast(cst.FunctionDef, node.visit(visitor))
         if not visitor.found:

@@ -86,6 +86,27 @@ def test_b12_without_the_queue_stock_finds_no_victim_either(
     run(test)
 
 
+def test_b12_without_the_queue_its_holder_gets_a_model_again_that_is_to_go(
+    make_house: Make,
+) -> None:
+    """Stock would wait for the lease of the very request that asks."""
+
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        request = request_to(LOAD)
+        with within(request):
+            engine = await house.get("a", lease=False)
+            house.pool._mark_pending_unload_locked("a", "hard memory pressure")
+            assert await house.get("a", lease=False) is engine
+        assert house.entry("a").in_use == 2
+        request.end()
+        await until(lambda: house.resident() == set())
+        await settle()
+        house.assert_idle()
+
+    run(test)
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_job_keeps_what_it_was_handed_until_its_own_end(
     make_house: Make, ended: bool

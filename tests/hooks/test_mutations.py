@@ -128,6 +128,37 @@ def test_the_pool_works_on_with_the_hooks_in_mutated_modules(omlx_found: gate.Fo
     assert f"{APPLIED} mutations" in done.stdout
 
 
+#: Stock and patched alike ask for a victim again and again, with no await between.
+_ENDLESS = """
+import sys, tempfile
+from pathlib import Path
+from benchmarks.mutations import apply, suite
+from omlx_admission.hooks import gate
+root = Path(sys.argv[1])
+target = ("defined again below", "omlx.engine_pool:EnginePool._find_lru_victim")
+mutation = next(m for m in suite.generate(root) if (m.kind, m.target) == target)
+apply._STORY_CPU_S = 0.5
+with (
+    apply.quiet(),
+    tempfile.TemporaryDirectory() as folder,
+    suite.checkout(root) as made,
+    made.changed(mutation) as source,
+):
+    models = apply.models(Path(folder))
+    report = suite.judge(source, mutation)[1]
+    print(apply._side(source, mutation, models, None))
+    print(apply.compare(source, mutation, report, models))
+"""
+
+
+def test_a_mutation_that_computes_for_ever_ends(omlx_found: gate.Found) -> None:
+    done = run_python("-W", "ignore", "-c", _ENDLESS, str(omlx_found.root))
+    assert done.returncode == 0, done.stderr
+    stock, compared = done.stdout.splitlines()
+    assert "broke off: _Endless" in stock
+    assert compared == "[]"
+
+
 def test_a_wrong_patch_is_noticed(omlx_found: gate.Found) -> None:
     done = run_python("-c", _BROKEN, str(omlx_found.root.parent))
     assert done.returncode == 0, done.stderr

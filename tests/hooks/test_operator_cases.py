@@ -210,6 +210,29 @@ def test_b19_nothing_loads_between_the_unloads_and_the_rescan(
     run(test)
 
 
+def test_b19_each_model_is_unloaded_when_it_comes_to_rest_itself(
+    make_house: Make, change_dirs: Callable[[House], ByHand]
+) -> None:
+    async def test() -> None:
+        house = make_house()
+        house.ceiling = 1300
+        engines = {model: await house.get(model) for model in ("a", "d")}
+        change = change_dirs(house)
+        await settle()
+        await house.release("a")
+        await until(lambda: engines["a"].stop.await_count == 1)
+        await settle()
+        engines["d"].stop.assert_not_awaited()
+        assert house.resident() == {"d"}
+        await house.release("d")
+        await change.task
+        engines["a"].stop.assert_awaited_once()
+        engines["d"].stop.assert_awaited_once()
+        house.assert_idle()
+
+    run(test)
+
+
 def test_b19_at_the_end_of_the_budget_what_runs_is_ended(
     make_house: Make, change_dirs: Callable[..., ByHand], mocker: Any
 ) -> None:

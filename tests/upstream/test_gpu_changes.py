@@ -16,7 +16,7 @@ from typing import Any
 import libcst as cst
 import pytest
 
-from omlx_admission.upstream import entries, nested, register
+from omlx_admission.upstream import entries, nested, register, style
 from omlx_admission.upstream.apply import make
 from omlx_admission.upstream.change import AnchorMissing, Refused
 
@@ -173,6 +173,20 @@ class TestEdits:
         assert "    for x in y:\n        before()\n        z = g(x, 1)\n" in done.code
         with pytest.raises(AnchorMissing, match="no statement z = k"):
             nested.insert_beside(cst.parse_module(code), "f", "z = k(...)", "w()")
+
+    @pytest.mark.parametrize("length", [88, 89])
+    def test_what_is_put_in_is_broken_where_it_is_too_long_there(self, length: int) -> None:
+        code = (
+            "class C:\n    def f(self):\n        try:\n            g(x)\n"
+            "        except ValueError as e:\n            h(e)\n"
+        )
+        call = f"put_in({'a' * (length - len('            put_in()'))})"
+        beside = nested.insert_beside(cst.parse_module(code), "C.f", "g(x)", call)
+        within = nested.insert_in_handlers(cst.parse_module(code), "C.f", "ValueError", call)
+        for done in (beside, within):
+            more = len(done.code.splitlines()) - len(code.splitlines())
+            assert more == (1 if length <= style.DEFAULT_LINE_LENGTH else 3)
+            assert max(map(len, done.code.splitlines())) <= style.DEFAULT_LINE_LENGTH
 
     def test_a_handler_without_a_name_gets_one_and_loses_its_pass(self) -> None:
         code = "def f():\n    try:\n        g()\n    except ValueError:\n        pass\n"
