@@ -277,19 +277,33 @@ def test_a_job_that_fails_gives_its_model_and_the_turn_back(
 def test_an_error_is_the_jobs_own_and_the_turn_passes_on(
     executor: Any, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
+    drained: list[bool] = []
+    seen: list[tuple[str, bool]] = []
+
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError(where)
 
     def fine(*_: Any, **__: Any) -> str:
         return "done"
 
-    if where == "in the drain":
-        monkeypatch.setattr(gpu_hold, "drain", broken)
+    def drain(*_: Any, **__: Any) -> None:
+        drained.append(turn.held())
+        if where == "in the drain":
+            broken()
+
+    def saw(error: BaseException, _name: str) -> None:
+        seen.append((str(error), turn.held()))
+
+    monkeypatch.setattr(gpu_hold, "drain", drain)
+    monkeypatch.setattr(watch, "saw", saw)
     job = as_if_of(
         "omlx.engine.sts", "_process_sync", broken if where == "in the work" else fine
     )
     with pytest.raises(RuntimeError, match=where):
         executor.submit(job).result(PATIENCE_S)
+    # What failed may have left work behind; who was next would be blamed for it.
+    assert drained == [True]
+    assert (where, True) in seen
     hold = turn.acquire("next", "test", limit_s=PATIENCE_S)
     hold.release()
 

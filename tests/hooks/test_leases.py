@@ -100,8 +100,7 @@ def test_b12_without_the_queue_its_holder_gets_a_model_again_that_is_to_go(
             assert await house.get("a", lease=False) is engine
         assert house.entry("a").in_use == 2
         request.end()
-        await until(lambda: house.resident() == set())
-        await settle()
+        await until(lambda: not house.resident() and not state_of(house.pool).unloading)
         house.assert_idle()
 
     run(test)
