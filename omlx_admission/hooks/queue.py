@@ -120,6 +120,11 @@ class QueueHooks:
         """Queue the call unless its model is resident and serves."""
         model_id, force_lm, lease, runtime_settings = resident.arguments(*args, **kwargs)
         state = state_of(pool)
+        held = resident.held_engine(pool, state, model_id, force_lm, runtime_settings)
+        if held is not None:
+            # Only where the resident path is off.
+            resident.hand_out(pool, model_id, lease, force_lm, runtime_settings)
+            return held
         try:
             admission = state.admission or self._open(pool, state, wrapped)
             port = admission.port
@@ -137,11 +142,6 @@ class QueueHooks:
                 raise
             faults.note("the admission queue", error)
             ask = None
-        held = resident.held_engine(pool, state, model_id, force_lm, runtime_settings)
-        if held is not None:
-            # Only where the resident path is off.
-            resident.hand_out(pool, model_id, lease, force_lm, runtime_settings)
-            return held
         if ask is not None:
             self._refuse_wrong_kind(pool, model_id)
             try:
