@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,18 @@ SUITE = (
     "test_embedding",
 )
 
+#: Minutes on sources of that size; `python -m benchmarks.mutations` is for them.
+NOT_HERE = frozenset({"test_mutations.py"})
+
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 #: Longest time of one run, in seconds.
 _LIMIT_S = 3000.0
 #: Longest time of one test of oMLX's.
 _TEST_S = 120
+#: More failures than these are no matter of time; each would start a process.
+_MOST_AGAIN = 40
+#: What an interrupted run gets to stop its servers, in seconds.
+_END_S = 30.0
 
 
 class RunError(Exception):
@@ -98,12 +107,10 @@ def _name(case: ElementTree.Element) -> str:
     return "::".join([*parts, case.get("name", "")])
 
 
-def omlx_suite(
-    source: Path, python: str, with_package: bool, log: Path, expected: Collection[str] = ()
-) -> Counts:
-    """oMLX's own tests on ``source``, with or without the package.
+def omlx_suite(source: Path, python: str, with_package: bool, log: Path) -> Counts:
+    """oMLX's own tests on ``source``, with or without the package, in the same way.
 
-    What fails and is not among ``expected`` runs once more, each test alone.
+    What fails runs once more, each test alone.
 
     Raises:
         RunError: nothing was counted, or the package was not active where it had to be.
@@ -128,7 +135,6 @@ def omlx_suite(
             files,
             "tests",
             log,
-            expected,
         )
 
 
@@ -137,8 +143,7 @@ def hook_tests(source: Path, python: str, log: Path) -> Counts:
     # Plugins of oMLX's own tests may be there; ours know nothing of them. What oMLX and
     # its libraries warn of in this process is not for us to fail on.
     options = ["-p", "no:asyncio", "-W", "default", f"--omlx-src={source}"]
-    # Minutes on sources of that size; `python -m benchmarks.mutations` is for them.
-    options += ["--ignore=tests/hooks/test_mutations.py"]
+    options += [f"--ignore=tests/hooks/{name}" for name in sorted(NOT_HERE)]
     return _ours("tests/hooks", python, options, log)
 
 
@@ -165,16 +170,18 @@ def _twice(
     files: Sequence[str],
     folder: str,
     log: Path,
-    expected: Collection[str] = (),
 ) -> Counts:
-    """Run ``files``; what fails though nobody expects it runs once more, each test alone."""
+    """Run ``files``; what fails, if it is not most of it, runs once more, each test alone."""
     counts = run(files, log)
-    passing = []
+    passing: list[str] = []
+    if counts.failed > _MOST_AGAIN:
+        return counts
     for test in counts.failures:
-        if test.partition("[")[0] in expected:
-            continue
         name, _, rest = test.partition("::")
-        second = run([f"{folder}/{name}.py::{rest}"], log.with_suffix(".2.log"))
+        try:
+            second = run([f"{folder}/{name}.py::{rest}"], log.with_suffix(".2.log"))
+        except RunError:
+            continue  # it did not pass: the first try stands
         if second.passed and not second.failed:
             passing.append(test)
     counts.forgive(passing)
@@ -201,25 +208,67 @@ def _pytest(
     environment: Mapping[str, str],
     log: Path,
 ) -> Counts:
-    report = log.with_suffix(".xml")
-    report.unlink(missing_ok=True)
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    with log.open("wb") as output:
+    # Not beside the log: what is left of a killed run may still write there.
+    with tempfile.TemporaryDirectory() as home:
+        report = Path(home) / "report.xml"
+        status = _ended(
+            [python, *_PYTEST, f"--junitxml={report}", *options], folder, environment, log
+        )
+        # 0: all passed, 1: some failed; everything else counted nothing that holds.
+        if status not in (0, 1) or not report.is_file():
+            text = log.read_text("utf-8", "replace").strip().splitlines()
+            last = text[-1] if text else "it printed nothing"
+            raise RunError(f"pytest ended with {status}, see {log}: {last}")
         try:
-            status = subprocess.run(
-                [*command, *options],
+            counts = read(report)
+        except ElementTree.ParseError as error:
+            raise RunError(f"no report, {error}, see {log}") from None
+    if not counts.passed + counts.failed:
+        raise RunError(f"no test ran, {counts.skipped} skipped, see {log}")
+    return counts
+
+
+def _ended(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path
+) -> int:
+    try:
+        with log.open("wb") as output:
+            # A group of its own, so that its servers end with it.
+            process = subprocess.Popen(
+                command,
                 cwd=folder,
                 env=dict(environment),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                timeout=_LIMIT_S,
-                check=False,
-            ).returncode
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise RunError(f"{python}: {error}") from None
-    # 0: all passed, 1: some failed; everything else counted nothing that holds.
-    if status not in (0, 1) or not report.is_file():
-        text = log.read_text("utf-8", "replace").strip().splitlines()
-        last = text[-1] if text else "it printed nothing"
-        raise RunError(f"pytest ended with {status}, see {log}: {last}")
-    return read(report)
+                start_new_session=True,
+            )
+        try:
+            return _wait(process)
+        except BaseException:
+            _end(process)
+            raise
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RunError(f"{command[0]}: {error}") from None
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    return process.wait(_LIMIT_S)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a run and all that it has started; first as ctrl-C would."""
+    try:
+        _signal(process, signal.SIGINT)
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # gone; macOS says the latter of one that nobody has waited for
