@@ -24,7 +24,11 @@ _TOO_OFTEN = 3
 
 def version_of(name: str, row: Row) -> str:
     """The release that a row is about."""
-    return str(row.get("doctor", {}).get("found", {}).get("version") or name)
+    if "doctor" in row:
+        return str(row["doctor"]["found"]["version"] or name)
+    # Every part says it; what is named for a release is named without doctor too.
+    found = [part["on"]["oMLX"].split()[0] for part in row.values() if "on" in part]
+    return str(found[0]) if found else name
 
 
 def _tests(row: Row, part: str, *kinds: str) -> list[str]:

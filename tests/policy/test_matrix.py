@@ -483,7 +483,7 @@ def test_what_changed_is_run_again_and_stock_is_not_for_our_code(
     (repository / "package" / "__init__.py").write_text("new = 1\n")
     # Shown, it is dropped and that is no success; nothing is lost for it.
     assert bench("--show") == 1
-    assert "| 063 | not run | not run | not run | 9 passed | not run |" in bench.out
+    assert "| 0.6.3 | not run | not run | not run | 9 passed | not run |" in bench.out
     assert "063: live dropped: package was " in bench.err
     assert "stock dropped" not in bench.err
     assert bench.kept() == ALL
