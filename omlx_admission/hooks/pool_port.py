@@ -7,6 +7,7 @@ that what the plan calls a fit is what stock will call a fit.
 from __future__ import annotations
 
 import contextvars
+import copy
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -126,7 +127,13 @@ class OmlxPool:
         if entry is None:
             raise self.not_found(model_id)
         if entry.engine is None and not entry.is_loading:
-            pool._raise_if_model_path_missing_locked(model_id, entry)
+            looked_at = pool
+            if pool._lock.locked():
+                # It drops what has gone from the disk, and who has the lock may be
+                # going through the entries.
+                looked_at = copy.copy(pool)
+                looked_at._entries = dict(pool._entries)
+            looked_at._raise_if_model_path_missing_locked(model_id, entry)
             pool._raise_if_load_failed(model_id, entry)
 
     def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
@@ -160,7 +167,7 @@ class OmlxPool:
             model=model_id,
             size=self._resident_size(entry),
             variant=entry.runtime_settings_signature,
-            busy=self._is_busy(entry),
+            busy=is_busy(entry),
             leases=entry.in_use,
             pinned=entry.is_pinned,
             loading=entry.is_loading,
@@ -175,23 +182,10 @@ class OmlxPool:
         resident_size = getattr(self._pool, "_entry_resident_size", None)
         return int(resident_size(entry) if resident_size else entry.estimated_size)
 
-    def _is_busy(self, entry: Any) -> bool:
-        if entry.in_use > 0:
-            return True
-        engine = entry.engine
-        if engine is None:
-            return False
-        try:
-            # `is True`, as the pool's own check has it.
-            active = engine.has_active_requests() is True
-        except Exception:  # noqa: BLE001 - a check that cannot answer must not pin memory
-            return False
-        return active and not _loop_has_died(engine)
-
     def in_use(self, model: str) -> bool:
         """Whether stock itself would say that a loaded model is busy, or it loads still."""
         entry = self._pool._entries[model]
-        return bool(entry.is_loading) or self._is_busy(entry)
+        return bool(entry.is_loading) or is_busy(entry)
 
     def at_rest(self, model: str) -> bool:
         """Whether nothing of a loaded model runs, its engine's own queues included."""
@@ -302,7 +296,7 @@ class OmlxPool:
                 entry = pool._entries.get(victim)
                 if entry is None or entry.engine is None:
                     continue
-                if entry.is_pinned or self._is_busy(entry):
+                if entry.is_pinned or is_busy(entry):
                     raise self._errors.ModelBusyError(victim, "make room")
                 await pool._unload_engine(victim)
 
@@ -352,6 +346,21 @@ class OmlxPool:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""
         per_gb = getattr(self._pool, "_load_seconds_per_gb_ema", None)
         return None if per_gb is None else float(per_gb) / 1024**3
+
+
+def is_busy(entry: Any) -> bool:
+    """Whether a model is leased, or its engine works for somebody who took no lease."""
+    if entry.in_use > 0:
+        return True
+    engine = entry.engine
+    if engine is None:
+        return False
+    try:
+        # `is True`, as the pool's own check has it.
+        active = engine.has_active_requests() is True
+    except Exception:  # noqa: BLE001 - a check that cannot answer must not pin memory
+        return False
+    return active and not _loop_has_died(engine)
 
 
 def _loop_has_died(engine: Any) -> bool:

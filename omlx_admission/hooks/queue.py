@@ -21,6 +21,7 @@ from omlx_admission.hooks.pool_port import (
     VIEW_NEEDS,
     OmlxPool,
     admission_refused,
+    is_busy,
     planned_victims,
 )
 from omlx_admission.hooks.pool_state import PoolState, state_of, unloading_models
@@ -243,7 +244,7 @@ class QueueHooks:
             if (
                 entry is not None
                 and entry.engine is not None
-                and entry.in_use == 0
+                and not is_busy(entry)
                 and not entry.is_pinned
                 and victim not in unloading_models(pool)
             ):

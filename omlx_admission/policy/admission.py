@@ -346,6 +346,7 @@ class AdmissionPolicy(Schedule):
         for load in self.loads:
             if not load.cancelled and now >= self.load_limit(load):
                 load.cancelled = True
+                self.estimates.gave_up(load.target.model, now - load.load_started)
                 actions.append(CancelLoad(load.target))
 
     def _unmark_spared(self, actions: list[Action]) -> None:

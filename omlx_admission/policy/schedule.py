@@ -188,6 +188,6 @@ class Schedule:
 
     def load_limit(self, load: Swap) -> float:
         """When ``load`` counts as hanging."""
-        expected = self.estimates.swap(load.target.model, load.size)
+        longest = self.estimates.longest_swap(load.target.model, load.size)
         wanted = load.target in self.queues
-        return load.load_started + self.dials.load_limit(expected, wanted=wanted)
+        return load.load_started + self.dials.load_limit(longest, wanted=wanted)

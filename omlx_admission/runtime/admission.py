@@ -70,6 +70,8 @@ class _Pending:
     ask: Ask
     future: asyncio.Future[Any]
     request: requests.Request | None
+    #: Its lease is taken in the pool.
+    leased: bool = False
 
 
 class Admission:
@@ -103,6 +105,8 @@ class Admission:
         self._loads: dict[Target, asyncio.Task[None]] = {}
         self._shortages: dict[Target, Exception] = {}
         self._holders: set[Waiter] = set()
+        #: Everybody whose wait has not ended, whatever the policy thinks of it.
+        self._open: dict[Waiter, None] = {}
         self._stepping = False
         self._again = False
         self._closing = False
@@ -135,14 +139,24 @@ class Admission:
             raise QueueBroken
         if request is not None:
             request.refusal = None
-        now = self.now()
+        enqueued = now = self.now()
         budget = self._budget(request)
-        self._refuse_at_the_door(ask, budget, request)
-        if ask.own:
-            ask = self._out_of_own_way(ask, request)
-        enqueued = now
+        try:
+            refused = self._refused_at_the_door(ask, budget, request)
+            if refused is None and ask.own:
+                ask, refused = self._out_of_own_way(ask, request)
+        except Exception as error:  # noqa: BLE001 - a fault of ours costs nobody a request
+            self._break(error)
+            raise QueueBroken from None
+        if refused is not None:
+            raise refused
         while True:
-            engine = await self._wait(ask, enqueued, now + budget, request)
+            try:
+                waiter = self._enqueue(ask, enqueued, now + budget, request)
+            except Exception as error:  # noqa: BLE001 - the same
+                self._break(error)
+                raise QueueBroken from None
+            engine = await self._wait(waiter)
             if self.port.in_service(ask.target.model, engine):
                 return engine
             # An unlocked unload overtook the grant: this engine is dying (B08).
@@ -184,45 +198,48 @@ class Admission:
             budget = min(budget, request.max_wait)
         return budget
 
-    def _refuse_at_the_door(
+    def _refused_at_the_door(
         self, ask: Ask, budget: float, request: requests.Request | None
-    ) -> None:
+    ) -> Exception | None:
+        """What a request gets that must not wait; None: it may."""
         target = ask.target
         if self._closing:
             self._observe_refusal(ask, self._shutting_down(), 0.0, request)
-            raise self._refused(self._shutting_down(), request)
+            return self._refused(self._shutting_down(), request)
         if budget > 0 and self.policy.waiting < self.settings.max_queue:
-            return  # the step that follows refuses what never fits
+            return None  # the step that follows refuses what never fits
         view = self.port.view((target,), self.settings.max_models)
         if target in view.ready and target.model not in self.gated:
-            return
+            return None
         if target not in view.ready and never_fits(target, ask.size, view):
-            raise self._too_large(ask, view, request)
+            return self._too_large(ask, view, request)
         code = "model_busy" if budget == 0 else "admission_queue_full"
         refusal = self._refusal(ask, code, view, waited=0.0)
         self._observe_refusal(ask, refusal, 0.0, request)
-        raise self._refused(refusal, request)
+        return self._refused(refusal, request)
 
-    async def _wait(
+    def _enqueue(
         self,
         ask: Ask,
         enqueued: float,
         deadline: float,
         request: requests.Request | None,
-    ) -> Any:
-        loop = asyncio.get_running_loop()
-        pending = _Pending(ask, loop.create_future(), request)
-        now = self.now()
-        joins = self.policy.head(ask.target) is not None
-        waiter = self.policy.enqueue(
+    ) -> Waiter:
+        pending = _Pending(ask, asyncio.get_running_loop().create_future(), request)
+        return self.policy.enqueue(
             ask.target,
             ask.size,
-            now,
+            self.now(),
             deadline,
             pending,
             since=enqueued,
             keep=ask.own.leased | ask.own.kept,
         )
+
+    async def _wait(self, waiter: Waiter) -> Any:
+        pending = _pending(waiter)
+        ask, request = pending.ask, pending.request
+        self._open[waiter] = None
         if ask.own:
             self._holders.add(waiter)
         queued = False
@@ -230,20 +247,24 @@ class Admission:
         watch: requests.Watch | None = None
         hold = request.hold if request is not None else None
         try:
-            if not joins:
+            if self.policy.head(ask.target) is waiter:
                 self.step()
             if not pending.future.done():
                 queued = True
                 self.observer.enqueued(waiter, self.policy.waiting)
-                timer = loop.call_later(max(0.0, deadline - now), self._expire, waiter)
-                watch = requests.Watch(request, lambda: self._client_left(waiter))
+                timer = asyncio.get_running_loop().call_later(
+                    max(0.0, waiter.deadline - self.now()), self._guarded, self._expire, waiter
+                )
+                watch = requests.Watch(
+                    request, lambda: self._guarded(self._client_left, waiter)
+                )
                 if hold is not None:
                     hold.wait_began()
             return await pending.future
         except BaseException:
             if self.policy.leave(waiter, Outcome.CANCELLED):
                 self.step()
-            elif waiter.outcome is Outcome.GRANTED:
+            elif pending.leased:
                 # Granted and cancelled in the same turn of the loop: the lease is
                 # ours, so it is ours to give back.
                 self._give_back(ask.target.model)
@@ -255,8 +276,16 @@ class Admission:
                 watch.stop()
             if hold is not None:
                 hold.wait_ended()
+            self._open.pop(waiter, None)
             self._holders.discard(waiter)
             self.observer.left(waiter, self.now(), self.policy.waiting, queued)
+
+    def _guarded(self, call: Callable[[Waiter], None], waiter: Waiter) -> None:
+        """What the loop calls: a fault of ours must not let anybody wait for ever."""
+        try:
+            call(waiter)
+        except Exception as error:  # noqa: BLE001
+            self._break(error)
 
     def _expire(self, waiter: Waiter) -> None:
         now = self.now()
@@ -284,8 +313,10 @@ class Admission:
             self._end(waiter, self.port.refused(gone))
             self.step()
 
-    def _out_of_own_way(self, ask: Ask, request: requests.Request | None) -> Ask:
-        """Refuse at once what the models that the request holds itself rule out.
+    def _out_of_own_way(
+        self, ask: Ask, request: requests.Request | None
+    ) -> tuple[Ask, Exception | None]:
+        """The refusal of what the models that the request holds itself rule out.
 
         What is only kept for it is handed back instead: stock would have evicted it.
         """
@@ -293,11 +324,11 @@ class Admission:
         leased, kept = ask.own.leased, ask.own.kept
         if clash(ask.target, ask.size, view, leased):
             text = in_use_text(ask, view, leased)
-            raise self._permanent(ask, view, text, request)
+            return ask, self._permanent(ask, view, text, request)
         if kept and clash(ask.target, ask.size, view, leased | kept):
             ask.own.hand_back()
             ask = replace(ask, own=Own(leased))
-        return ask
+        return ask, None
 
     def _review_holder(self, waiter: Waiter, view: PoolView) -> None:
         """What a waiter holds drains for others: it must not wait for its own end."""
@@ -350,21 +381,27 @@ class Admission:
                 if not actions and not self._again:
                     break
             self._arm(view)
-        except Exception:  # noqa: BLE001 - a fault of ours must not cost anybody a request
-            self._break()
+        except Exception as error:  # noqa: BLE001 - it must not cost anybody a request
+            self._break(error)
         finally:
             self._stepping = False
 
-    def _break(self) -> None:
+    def _break(self, error: BaseException) -> None:
         """Our own failure: log it once, let everybody who waits run stock."""
-        logger.exception("admission: the queue failed; oMLX's own admission takes over")
+        if self.broken:
+            return
+        logger.error(
+            "admission: the queue failed; oMLX's own admission takes over", exc_info=error
+        )
         self.broken = True
         self.gated = frozenset()
+        # Not whom the policy has: it may have let go of some whom nobody has told.
+        for waiter in tuple(self._open):
+            self._end(waiter, QueueBroken())
         self._arm(None)
         for model in self.policy.marked:
             self.port.unmark(model)
-        for waiter in self.policy.shut_down():
-            self._end(waiter, QueueBroken())
+        self.policy.shut_down()
 
     def _apply(self, action: Action, view: PoolView) -> None:
         match action:
@@ -404,6 +441,8 @@ class Admission:
                 waiter.outcome = Outcome.FAILED
             self._fail_all(waiters, error)
             return
+        for waiter in waiters:
+            _pending(waiter).leased = True
         self._wake(list(waiters), engine, 0)
 
     def _wake(self, waiters: list[Waiter], engine: Any, start: int) -> None:
@@ -443,6 +482,9 @@ class Admission:
     def _forget_load(self, target: Target, task: asyncio.Task[None]) -> None:
         if self._loads.get(target) is task:
             del self._loads[target]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._break(error)
 
     async def _load(self, ask: Ask, victims: Sequence[str]) -> None:
         target = ask.target

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from omlx_admission.hooks import pool_port
 from omlx_admission.hooks.pool_port import admission_refused
 
 from .conftest import House, run, settle, until
@@ -715,6 +718,138 @@ def test_a_fault_of_the_queue_lets_everybody_run_stock(
         assert house.entry("a").pending_unload_reason is None
         await house.get("a")
         assert caplog.text.count("the queue failed") == 1
+
+    run(test)
+
+
+#: Where the queue may fail, and when: on the admission's own objects.
+FAULTS = {
+    "at the end of the budget": ("policy.retry_in", {"max_wait_s": 0.05}),
+    "in the text of a refusal": ("_refusal", {"max_wait_s": 0.05}),
+    "after it left the queue": ("_refused", {"max_wait_s": 0.05}),
+    "at the door": ("policy.retry_in", {"max_queue": 0}),
+    "as it never fits": ("_too_large", {}),
+    "at its place in the queue": ("policy.enqueue", {}),
+}
+
+
+@pytest.mark.parametrize("where", FAULTS)
+def test_a_fault_of_the_queue_makes_nobody_wait_for_ever(
+    make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    async def test() -> None:
+        place, values = FAULTS[where]
+        house = make_house()
+        await house.get("a")
+        house.admission.settings = replace(house.admission.settings, **values)
+        holder, _, name = place.rpartition(".")
+        broken = house.admission.policy if holder else house.admission
+        mocker.patch.object(broken, name, side_effect=ZeroDivisionError)
+        too_large = where == "as it never fits"
+        stock = (
+            house.module.ModelTooLargeError
+            if too_large
+            else house.module.InsufficientMemoryError
+        )
+        with pytest.raises(stock):
+            await asyncio.wait_for(house.ask("x" if too_large else "b"), 10)
+        assert house.admission.broken
+        assert caplog.text.count("the queue failed") == 1
+        assert house.entry("a").in_use == 1
+        # The pool goes on without it.
+        await house.release("a")
+        await house.get("b")
+        await house.release("b")
+        mocker.stopall()
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_fault_at_the_end_of_a_load_makes_nobody_wait_for_ever(
+    make_house: Make, mocker: Any
+) -> None:
+    async def test() -> None:
+        house = make_house()
+        house.hold_loads = True
+        for_a = house.ask("a")
+        await until(lambda: "load a" in house.events)
+        mocker.patch.object(
+            house.admission.policy, "load_succeeded", side_effect=ZeroDivisionError
+        )
+        await house.let_load("a")
+        # Stock finds it loaded.
+        assert await asyncio.wait_for(for_a, 10) is house.entry("a").engine
+        assert house.admission.broken
+        assert house.entry("a").in_use == 1
+        await house.release("a")
+
+    run(test)
+
+
+def test_a_fault_in_the_waking_takes_and_returns_each_lease_once(
+    make_house: Make, mocker: Any
+) -> None:
+    async def test() -> None:
+        house = make_house()
+        house.hold_loads = True
+        waiters = [house.ask("a") for _ in range(3)]
+        await until(lambda: "load a" in house.events)
+        wake = house.admission._wake
+
+        def broken(waiters: Any, engine: Any, start: int) -> None:
+            wake(waiters[:1], engine, start)
+            raise ZeroDivisionError
+
+        mocker.patch.object(house.admission, "_wake", broken)
+        await house.let_load("a")
+        engines = await asyncio.wait_for(asyncio.gather(*waiters), 10)
+        assert {id(e) for e in engines} == {id(house.entry("a").engine)}
+        assert house.entry("a").in_use == 3
+        for _ in engines:
+            await house.release("a")
+        assert house.entry("a").in_use == 0
+
+    run(test)
+
+
+def test_a_folder_that_is_gone_is_said_and_changes_no_list_that_is_being_read(
+    make_house: Make, models: Path
+) -> None:
+    """Stock drops the entry under its lock: whoever has the lock may go through them."""
+
+    async def test() -> None:
+        house = make_house()
+        shutil.rmtree(models / "b")
+        async with house.pool._lock:
+            before = list(house.pool._entries)
+            with pytest.raises(house.module.ModelNotFoundError):
+                await house.get("b")
+            assert list(house.pool._entries) == before
+        with pytest.raises(house.module.ModelNotFoundError):
+            await house.get("b")
+        assert "b" not in house.pool._entries
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_planned_victim_that_works_without_a_lease_is_spared(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house()
+        house.ceiling = 1000
+        working = await house.get("a")
+        await house.release("a")
+        await house.get("d")
+        await house.release("d")
+        working.has_active_requests.return_value = True
+        token = pool_port.planned_victims.set(("a",))
+        try:
+            assert house.pool._find_lru_victim() == "d"
+            working.has_active_requests.return_value = False
+            assert house.pool._find_lru_victim() == "a"
+        finally:
+            pool_port.planned_victims.reset(token)
 
     run(test)
 

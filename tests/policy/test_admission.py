@@ -401,6 +401,51 @@ class TestHangs:
         at(world, 700.0)
         assert cancelled == [600.0]
 
+    def test_a_large_model_on_a_slow_disk_is_no_hang(self) -> None:
+        """250 GB at 100 MB/s: 2,500 s, and nobody waits that long."""
+        policy = AdmissionPolicy(Dials(), Estimates())
+        size = 250 * 10**9
+        world = World(policy, {"A": Model("A", size)}, 2 * size)
+        cancelled: list[float] = []
+        world.on_cancel = lambda _job: cancelled.append(world.now)
+        request = world.arrive(A)
+        world.advance_load()
+        at(world, 300.0)
+        world.leave(request, Outcome.CANCELLED)
+        at(world, 12_000.0)
+        assert cancelled == []
+        at(world, 13_000.0)
+        assert len(cancelled) == 1
+
+    def test_what_was_given_up_gets_twice_as_long(self) -> None:
+        estimates = Estimates()
+        assert estimates.longest_swap("A", 0) == 5.0
+        estimates.gave_up("A", 700.0)
+        assert estimates.longest_swap("A", 0) == 1400.0
+        assert estimates.longest_swap("B", 0) == 5.0
+        estimates.saw_swap("A", 900.0)
+        assert estimates.longest_swap("A", 0) == 9000.0
+        estimates.saw_swap("B", 1.0)
+        estimates.gave_up("B", 700.0)
+        assert estimates.longest_swap("B", 0) == 1400.0
+
+    def test_it_is_given_up_later_the_next_time(self) -> None:
+        world = house("")
+        cancelled: list[float] = []
+        world.on_cancel = lambda _job: cancelled.append(world.now)
+        world.arrive(A)
+        world.advance_load()
+        at(world, 700.0)
+        assert cancelled == [600.0]
+        world.end_load("refused")
+        world.now += 60.0
+        world.step()
+        world.advance_load()
+        began = world.now
+        at(world, began + 2000.0)
+        assert len(cancelled) == 2
+        assert cancelled[1] == pytest.approx(began + 1200.0, abs=1)
+
     def test_the_action_names_the_target(self) -> None:
         world = house("")
         world.arrive(A)
