@@ -162,7 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         picture.draw(path, effort)
         print(f"\npicture: {path}")
     except ModuleNotFoundError as error:
-        print(f"\nno picture: {error}; pip install 'omlx-admission[demo]'", file=sys.stderr)
+        print(
+            f"\nno picture: {error}; pip install '/path/to/omlx-admission[demo]'",
+            file=sys.stderr,
+        )
     missed = [row.what for row in rows if row.kept is False]
     if missed:
         print(f"missed: {'; '.join(missed)}", file=sys.stderr)

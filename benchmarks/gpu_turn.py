@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.arguments import checkout
 from omlx_admission.runtime.gpu_turn import GpuTurn, Span
 from omlx_admission.standin import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
@@ -355,7 +356,7 @@ def fairness(bench: Bench) -> None:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--omlx-src", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--omlx-src", type=checkout, required=True, metavar="DIR")
     parser.add_argument("--omlx-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=5)

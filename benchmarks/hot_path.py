@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import checkout
 from omlx_admission import _startup, standin
 from omlx_admission.hooks import install
 from omlx_admission.settings import Settings
@@ -93,7 +94,7 @@ def measure(rounds: int = 15, calls: int = 4000) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """One JSON object on the standard output."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hot_path", description=__doc__)
-    parser.add_argument("--omlx-src", type=Path, default=standin.PATH, metavar="DIR")
+    parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args(argv)
     # Installed into this Python, the plugin would patch oMLX before stock is measured.

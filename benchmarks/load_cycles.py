@@ -30,6 +30,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from benchmarks.arguments import checkout
 from omlx_admission import _startup, standin
 from omlx_admission.hooks import install, load_thread
 from omlx_admission.settings import Settings
@@ -258,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.load_cycles", description=__doc__
     )
-    parser.add_argument("--omlx-src", type=Path, default=standin.PATH, metavar="DIR")
+    parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--kind", action="append", choices=KINDS)
     parser.add_argument("--why", action="store_true", help="plain MLX, no oMLX")

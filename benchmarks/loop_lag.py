@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.arguments import checkout
 from benchmarks.watched import WatchedServer, histogram, spread
 from benchmarks.worker import embed
 from omlx_admission import standin
@@ -115,7 +116,7 @@ async def scenario(server: WatchedServer, rounds: int) -> dict[str, Phase]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loop_lag", description=__doc__)
-    parser.add_argument("--omlx-src", type=Path, default=standin.PATH, metavar="DIR")
+    parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
     parser.add_argument("--omlx-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["stock", "patched"])

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.arguments import checkout
 from omlx_admission import standin
 from omlx_admission.standin import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
@@ -156,7 +157,7 @@ def measure(source: Path, python: str | None, root: Path) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description=__doc__)
-    parser.add_argument("--omlx-src", type=Path, default=standin.PATH, metavar="DIR")
+    parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
     parser.add_argument("--omlx-python", default=None, metavar="PATH")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -25,6 +25,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.arguments import checkout
 from omlx_admission import standin
 from omlx_admission.standin import tinymodels
 from omlx_admission.surfaces.demo.client import Client
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; 1 where something was broken."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("what", choices=("limit", "swaps", "rounds"))
-    parser.add_argument("--omlx-src", type=Path, default=standin.PATH, metavar="DIR")
+    parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
     parser.add_argument("--omlx-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=180.0)

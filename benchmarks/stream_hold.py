@@ -24,6 +24,7 @@ import anthropic
 import httpx
 import openai
 
+from benchmarks.arguments import checkout
 from benchmarks.server import models
 from benchmarks.table import Row, render
 from omlx_admission import standin
@@ -242,7 +243,7 @@ def measure(source: Path, python: str | None, root: Path) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stream_hold")
-    parser.add_argument("--omlx-src", type=Path, default=standin.PATH, metavar="DIR")
+    parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
     parser.add_argument("--omlx-python", default=None, metavar="PATH")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

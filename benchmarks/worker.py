@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.arguments import checkout
 from benchmarks.watched import WatchedServer, histogram, spread
 from omlx_admission import standin
 from omlx_admission.standin import tinymodels
@@ -87,7 +88,7 @@ async def scenario(
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.worker", description=__doc__)
-    parser.add_argument("--omlx-src", type=Path, default=standin.PATH, metavar="DIR")
+    parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
     parser.add_argument("--omlx-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--load-s", type=float, default=5.0, help="seconds of the load")
     parser.add_argument("--count", type=int, default=40, help="calls of each kind a phase")

@@ -1,4 +1,4 @@
-"""Every environment variable of the package: the only reader of ``os.environ``.
+"""Every environment variable of the package, read here and nowhere else.
 
 A value that does not parse costs one clear line that names the variable, the
 value and what is allowed; the default is used then.

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.arguments import checkout
 from benchmarks.doors.outcomes import OUTCOMES, Outcome
 from benchmarks.doors.routes import BROKEN, KEY, MEMORY_GB, Reply, make_models
 from benchmarks.doors.table import problems, render
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.doors", description=__doc__.split("\n\n")[0]
     )
-    parser.add_argument("--omlx-src", type=Path, default=standin.PATH, metavar="DIR")
+    parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
     parser.add_argument("--omlx-python", default=None, metavar="PATH")
     parser.add_argument("--write", type=Path, default=None, metavar="FILE")
     parser.add_argument(

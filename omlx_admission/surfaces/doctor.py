@@ -132,8 +132,8 @@ def _need_lines(verdict: Verdict, report: Report) -> list[str]:
 
 
 def _sites(report: Report) -> list[gpu_sites.Site]:
-    """Where this oMLX submits GPU work."""
-    return gpu_sites.present(gate.Source(report.found) if report.found else None)
+    """Where this oMLX submits GPU work; nothing without an oMLX."""
+    return gpu_sites.present(gate.Source(report.found)) if report.found else []
 
 
 def _site_lines(report: Report) -> list[str]:
@@ -165,8 +165,11 @@ def as_lines(report: Report, switch: str | None, needs: bool = False) -> list[st
         lines.append(
             f"{verdict.feature.name:<15} {verdict.state.value:<9} {verdict.feature.summary}"
         )
-        if needs and verdict.state in (State.READY, State.REFUSED):
-            lines += _need_lines(verdict, report)
-        elif verdict.state is not State.READY:
-            lines += [f"{'':<15} {'':<9} - {reason}" for reason in verdict.reasons]
-    return lines + _site_lines(report)
+        rows = _need_lines(verdict, report) if needs else []
+        told = "\n".join(rows)
+        if verdict.state is not State.READY:
+            # A changed name tells its reason itself.
+            reasons = [reason for reason in verdict.reasons if reason not in told]
+            lines += [f"{'':<15} {'':<9} - {reason}" for reason in reasons]
+        lines += rows
+    return lines if report.found is None else lines + _site_lines(report)

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         report = summarise(lines)
     except ImportError as error:
         raise CommandError(
-            "the confidence intervals need SciPy: pip install 'omlx-admission[report]'"
+            "the confidence intervals need SciPy: pip install '/path/to/omlx-admission[report]'"
         ) from error
     report = {"file": str(path), "problems": ledger.problems, **report}
     print(json.dumps(report, indent=2) if args.json else "\n".join(render(report)))

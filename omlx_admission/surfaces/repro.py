@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
             "MLX is not installed in this Python; oMLX's own has it "
             "(elsewhere: pip install mlx, on Linux 'mlx[cpu]')"
         )
+    if config["device"] == "gpu" and not _has_gpu():
+        raise CommandError("--device gpu: MLX has no GPU here; allowed: cpu")
     runs = []
     for turn in {"off": [False], "on": [True], "both": [False, True]}[args.turn]:
         if not args.json:
@@ -116,6 +118,16 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(report, indent=2) if args.json else "\n".join(render(report)))
     return status(runs)
+
+
+def _has_gpu() -> bool:
+    """Whether MLX has one; asked in a child, as this process never imports MLX."""
+    code = "import mlx.core as mx; raise SystemExit(not mx.is_available(mx.gpu))"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return True  # the runs will say what is wrong with it
+    return done.returncode == 0
 
 
 def status(runs: list[dict[str, Any]]) -> int:

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         if (error.name or "").partition(".")[0] not in ("libcst", "black"):
             raise
         raise CommandError(
-            f"{error.name} is missing: pip install 'omlx-admission[upstream]'"
+            f"{error.name} is missing: pip install '/path/to/omlx-admission[upstream]'"
         ) from None
     try:
         if arguments.list:

@@ -64,7 +64,7 @@ def test_missing_packages_name_the_extra(
 ) -> None:
     monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "mlx" else object())
     line = _one_line(capsys)
-    assert line.endswith("mlx missing: pip install 'omlx-admission[demo]'")
+    assert line.endswith("mlx missing: pip install '/path/to/omlx-admission[demo]'")
 
 
 def test_packages_missing_in_the_other_python(
@@ -75,7 +75,7 @@ def test_packages_missing_in_the_other_python(
     script.chmod(0o755)
     line = _one_line(capsys, "--omlx-src", str(standin.PATH), "--omlx-python", str(script))
     assert "mlx, mlx_lm" in line
-    assert line.endswith(f"{script} -m pip install 'omlx-admission[demo]'")
+    assert line.endswith(f"{script} -m pip install '/path/to/omlx-admission[demo]'")
 
 
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:

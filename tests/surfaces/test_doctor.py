@@ -12,6 +12,7 @@ import pytest
 from benchmarks.mutations import suite
 from benchmarks.mutations.model import Mutation, none
 from omlx_admission import standin
+from omlx_admission.hooks import gate
 from omlx_admission.surfaces import cli
 
 Doctor = Callable[..., tuple[int, str]]
@@ -64,3 +65,55 @@ def test_a_moved_class_and_a_changed_method_are_told_apart(doctor: Doctor) -> No
     assert key["omlx.server:verify_api_key"]["fit"] == "changed"
     assert "moved     omlx.exceptions:ModelBusyError is missing" in lines
     assert "fits      omlx.engine_pool:EnginePool.get_engine (coroutine function)" in lines
+
+
+def test_with_the_names_the_reasons_that_are_no_names_stay(doctor: Doctor) -> None:
+    root = standin.PATH / "omlx"
+    version = (root / "_version.py").read_text("utf-8")
+    files: dict[str, str | None] = {"_version.py": version.replace("0.6.3rc2", "0.8.1")}
+    mutation = Mutation("later", "omlx._version", files, none)
+    with suite.checkout(root) as made, made.changed(mutation) as source:
+        status, lines = doctor(source, "--needs")
+    assert status == 1
+    assert "oMLX 0.8.1 is outside the supported range" in lines
+    assert "fits      omlx.engine_pool:EnginePool.get_engine" in lines
+
+
+def test_a_changed_name_gives_its_reason_once(doctor: Doctor) -> None:
+    root = standin.PATH / "omlx"
+    text = (root / "engine_core.py").read_text("utf-8")
+    files: dict[str, str | None] = {
+        "engine_core.py": text.replace("_step_burst", "_burst_of_steps")
+    }
+    mutation = Mutation("renamed", "omlx.engine_core", files, none)
+    with suite.checkout(root) as made, made.changed(mutation) as source:
+        _, lines = doctor(source, "--needs")
+    shown = lines.partition("gpu_turn ")[2].partition("exposure ")[0]
+    assert shown.count("omlx.engine_core:EngineCore._step_burst is missing") == 1
+
+
+@pytest.mark.parametrize("switch", ["OMLX_ADMISSION_LOAD_THREAD", "OMLX_ADMISSION_QUEUE"])
+def test_the_names_of_what_is_off_are_told_too(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    monkeypatch.setenv(switch, "0")
+    _, lines = doctor(standin.PATH, "--needs")
+    name = switch.removeprefix("OMLX_ADMISSION_").lower()
+    shown = lines.partition(f"\n{name} ")[2].split("\n\n")[0]
+    first, reason, need, *_ = shown.splitlines()
+    assert first.split()[0] == "off"
+    assert reason.strip() == f"- {switch}=0"
+    assert need.split()[0] == "fits"
+
+
+def test_without_an_omlx_no_place_is_covered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(_source: Path | None = None) -> gate.Found:
+        raise gate.NoOmlx("no module named 'omlx' in this Python")
+
+    monkeypatch.setattr(gate, "find", nothing)
+    assert cli.main(["doctor", "--needs"]) == 1
+    shown = capsys.readouterr().out
+    assert "no module named 'omlx'" in shown
+    assert "covered" not in shown

@@ -246,5 +246,5 @@ def test_without_scipy_it_says_what_to_install(
     assert out == ""
     assert error == (
         "omlx-admission report: the confidence intervals need SciPy: "
-        "pip install 'omlx-admission[report]'\n"
+        "pip install '/path/to/omlx-admission[report]'\n"
     )

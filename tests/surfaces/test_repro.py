@@ -85,6 +85,16 @@ def test_without_mlx_it_is_one_line(
     assert "MLX is not installed" in error and error.count("\n") == 1
 
 
+def test_without_a_gpu_it_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repro, "_has_gpu", lambda: False)
+    assert cli.main(["repro", "--device", "gpu", "--seconds", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "omlx-admission repro: --device gpu: MLX has no GPU here; allowed: cpu\n"
+    )
+
+
 def test_memory_is_told() -> None:
     sizes = {
         "prefill_width": 256,

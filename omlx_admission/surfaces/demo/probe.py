@@ -43,7 +43,7 @@ def missing_text(modules: Sequence[str], python: str = sys.executable) -> str:
     """One line for modules that are not there, with the way to get them."""
     own = python == sys.executable
     where, pip = ("", "pip") if own else (f" in {python}", f"{python} -m pip")
-    return f"{', '.join(modules)} missing{where}: {pip} install 'omlx-admission[demo]'"
+    return f"{', '.join(modules)} missing{where}: {pip} install '/path/to/omlx-admission[demo]'"
 
 
 if __name__ == "__main__":
