@@ -173,7 +173,11 @@ class QueueHooks:
         request = requests.active()
         if request is None or not self._settings.errors:
             return
-        refusal = kinds.refusal(request.path, pool._entries.get(model_id))
+        try:
+            refusal = kinds.refusal(request.path, pool._entries.get(model_id))
+        except Exception as error:  # noqa: BLE001 - the route will say it, after the load
+            faults.note("the kinds of models", error)
+            return
         if refusal is not None:
             request.refusal = refusal
             raise admission_refused()(refusal)

@@ -164,7 +164,10 @@ class Admission:
 
     def released(self, model: str) -> None:
         """A lease of ``model`` was released: hand over if somebody waits for that."""
-        self.policy.used(model, self.now())
+        try:
+            self.policy.used(model, self.now())
+        except Exception as error:  # noqa: BLE001 - the release itself has happened
+            self._break(error)
         if self.policy.waiting:
             self.step()
 

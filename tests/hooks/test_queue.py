@@ -730,6 +730,7 @@ FAULTS = {
     "at the door": ("policy.retry_in", {"max_queue": 0}),
     "as it never fits": ("_too_large", {}),
     "at its place in the queue": ("policy.enqueue", {}),
+    "as a lease comes back": ("policy.used", {"max_wait_s": 0.05}),
 }
 
 
@@ -751,6 +752,9 @@ def test_a_fault_of_the_queue_makes_nobody_wait_for_ever(
             if too_large
             else house.module.InsufficientMemoryError
         )
+        if name == "used":
+            await house.get("a")
+            await house.release("a")
         with pytest.raises(stock):
             await asyncio.wait_for(house.ask("x" if too_large else "b"), 10)
         assert house.admission.broken
