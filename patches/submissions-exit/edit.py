@@ -50,7 +50,7 @@ def run_gpu_work(fn, /, *args, **kwargs):
     """Call ``fn``; what it raises may be a reason to leave the process."""
     try:
         return fn(*args, **kwargs)
-    except RuntimeError as error:
+    except Exception as error:
         exit_if_gpu_submissions_ignored(error)
         raise
 '''
@@ -134,9 +134,11 @@ The server then answers /v1/models and fails every generation, and its
 recovery fails the same way.
 
 fatal.exit_if_gpu_submissions_ignored leaves with status 70, as a teardown
-that hangs does already, so that a supervisor starts a clean process. It is
-asked wherever MLX work ends with an error: by the executors, and by the
-handlers that swallow errors.
+that hangs does already, so that a supervisor starts a clean process. The
+executors of the engines and the shared one ask it about the errors of their
+work. So do the handlers that end or swallow such an error before it gets
+there: prefill and clean-up, the targeted synchronise before a cache clear,
+the worker of a diffusion and the stream of DFlash.
 """,
     issues=(3706,),
     features=("gpu_lockout",),

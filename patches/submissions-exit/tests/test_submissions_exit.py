@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process whose GPU submissions the driver ignores leaves with status 70."""
 
+import asyncio
+import inspect
+import sys
+import threading
+from types import ModuleType
 from unittest.mock import MagicMock, patch
 
 import pytest
 
 from omlx import engine_core
+from omlx.engine.vlm import VLMBatchedEngine
 from omlx.engine_core import EngineCore, get_mlx_executor
 from omlx.request import Request, SamplingParams
 from omlx.scheduler import Scheduler, SchedulerConfig
@@ -99,11 +105,23 @@ def test_work_on_the_shared_thread_that_meets_it_leaves(left):
     assert left == [70]
 
 
+def _fail_for_another_reason(text):
+    raise ValueError("the batch is broken") from RuntimeError(text)
+
+
+def test_work_on_the_shared_thread_that_hides_it_leaves(left):
+    with pytest.raises(Left):
+        get_mlx_executor().submit(_fail_for_another_reason, IGNORED).result(20)
+    assert left == [70]
+
+
 def test_other_work_on_the_shared_thread_is_as_ever(left):
     executor = get_mlx_executor()
     assert executor.submit(lambda a, *, b: a + b, 1, b=2).result(20) == 3
     with pytest.raises(RuntimeError, match="Caused GPU Hang"):
         executor.submit(_fail, HANG).result(20)
+    with pytest.raises(ValueError, match="the batch is broken"):
+        executor.submit(_fail_for_another_reason, HANG).result(20)
     assert left == []
 
 
@@ -205,3 +223,58 @@ def test_clean_up_after_an_error_that_meets_it_leaves(left):
     ):
         scheduler.fail_all_requests()
     assert left == [70]
+
+
+# --- handlers that hand the error to a reader -------------------------------------
+
+
+async def _diffuse(text):
+    engine = VLMBatchedEngine.__new__(VLMBatchedEngine)
+    engine._diffusion_lock = asyncio.Lock()
+    engine._diffusion_active_requests = 0
+    engine._diffusion_cancel_events = set()
+    engine._iter_diffusion_outputs_sync = lambda *_, **__: _fail(text)
+    async for _ in engine._stream_diffusion_inputs({}, max_tokens=1, temperature=0.0):
+        raise AssertionError("there is nothing to read")
+
+
+@pytest.mark.asyncio
+async def test_a_diffusion_that_meets_it_leaves(left):
+    with pytest.raises(Left):
+        await _diffuse(IGNORED)
+    assert left == [70]
+
+
+@pytest.mark.asyncio
+async def test_another_error_of_a_diffusion_goes_to_its_reader(left):
+    with pytest.raises(RuntimeError, match="Caused GPU Hang"):
+        await _diffuse(HANG)
+    assert left == []
+
+
+def _stream_with_dflash(monkeypatch, text):
+    dflash = pytest.importorskip("omlx.engine.dflash")
+    for name in ("dflash_mlx", "dflash_mlx.engine", "dflash_mlx.engine.events"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    events = sys.modules["dflash_mlx.engine.events"]
+    events.SummaryEvent = events.TokenEvent = object
+    engine = MagicMock()
+    engine._stream_dflash_events.side_effect = RuntimeError(text)
+    run = dflash.DFlashEngine._run_generate_streaming
+    arguments = dict.fromkeys(inspect.signature(run).parameters)
+    queue = MagicMock()
+    arguments.update(self=engine, queue=queue, stop_event=threading.Event())
+    with patch.object(dflash.asyncio, "run_coroutine_threadsafe"):
+        run(**arguments)
+    return str(queue.put.call_args_list)
+
+
+def test_a_stream_of_dflash_that_meets_it_leaves(monkeypatch, left):
+    with pytest.raises(Left):
+        _stream_with_dflash(monkeypatch, IGNORED)
+    assert left == [70]
+
+
+def test_another_error_of_dflash_goes_to_its_reader(monkeypatch, left):
+    assert "Caused GPU Hang" in _stream_with_dflash(monkeypatch, HANG)
+    assert left == []
