@@ -158,6 +158,9 @@ def burst(method: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             if scheduler.has_requests():
                 engine.error = failed
+            else:
+                # Nobody is left to be told.
+                logger.warning("Draining '%s' failed: %s", engine.name, failed)
         return outputs
 
     return step_burst

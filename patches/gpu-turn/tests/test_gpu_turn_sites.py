@@ -289,6 +289,26 @@ async def test_a_drain_error_fails_who_still_runs_and_delivers_who_has_finished(
     assert (await say(core, 2)).output_text == "xx"
 
 
+async def test_a_drain_error_that_nobody_is_left_to_hear_is_logged(
+    engine, turn, monkeypatch, caplog
+):
+    core = await engine("a")
+    real = mx.synchronize
+    broken = iter([True])
+
+    def synchronize(*args):
+        if next(broken, False):
+            raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Hang")
+        return real(*args)
+
+    monkeypatch.setattr(mx, "synchronize", synchronize)
+    assert (await say(core, 1)).output_text == "x"
+    assert [r.message for r in caplog.records if "Caused GPU Hang" in r.message] == [
+        "Draining 'a' failed: [METAL] Command buffer execution failed: Caused GPU Hang"
+    ]
+    assert (await say(core, 2)).output_text == "xx"
+
+
 async def test_an_error_of_the_work_passes_the_turn_on(engine, turn):
     a, b = await engine("a"), await engine("b")
 
