@@ -100,6 +100,37 @@ def add_middleware(module: cst.Module) -> cst.Module:
     return editing.insert_after_definition(module, "app", line)
 
 
+_RELEASE = '''
+def _release_loaded_engine(self, model_id: str) -> bool:
+    """Give one lease back; False where a pending unload has to see it, locked."""
+    entry = self._entries.get(model_id)
+    if entry is not None and entry.pending_unload_reason:
+        return False
+    if entry is not None and entry.in_use > 0:
+        entry.in_use -= 1
+    return True
+'''
+
+
+def add_release(module: cst.Module) -> cst.Module:
+    """``engine_pool.py`` with the two ways to give a lease back; as it is where it has them.
+
+    Locked is oMLX's own; only 0.5.0 has that within ``release_engine`` still.
+    """
+    if not anchors.has(module, "EnginePool._release_engine_lease"):
+        module = editing.split_function(
+            module,
+            "EnginePool.release_engine",
+            head="await self._release_engine_lease(model_id)",
+            rest="_release_engine_lease",
+            doc="Give one lease back under the pool lock.",
+        )
+    if anchors.has(module, "EnginePool._release_loaded_engine"):
+        return module
+    getter = anchors.first_of(module, "EnginePool._get_engine_locked", "EnginePool.get_engine")
+    return editing.insert_method(module, _RELEASE, after=getter)
+
+
 def verbatim(change: str, name: str) -> Callable[[], str]:
     """What makes a module that exists only there: ``patches/<change>/new/<name>``."""
     from omlx_admission.upstream import register

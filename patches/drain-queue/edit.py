@@ -171,9 +171,7 @@ def engine_pool(module: cst.Module) -> cst.Module:
     )
     module = editing.add_import(module, "from .admission.marks import drains_for_us")
     module = editing.insert_last(
-        module,
-        anchors.first_of(module, f"{POOL}._release_engine_lease", f"{POOL}.release_engine"),
-        "self._admission.released(model_id)",
+        module, f"{POOL}._release_engine_lease", "self._admission.released(model_id)"
     )
     module = editing.insert_first(
         module,

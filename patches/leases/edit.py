@@ -38,6 +38,7 @@ def engine_pool(module: cst.Module) -> cst.Module:
         module, "from .admission.leases import leased_for_request, released_by_request"
     )
     module = editing.add_import(module, "from .admission import holding")
+    module = package.add_release(module)
     for name in UNLOADS:
         if anchors.has(module, f"EnginePool.{name}"):
             module = editing.insert_first(
@@ -64,8 +65,8 @@ and the route goes on with a dead engine.
 A call of get_engine without a lease that is made within an HTTP or WebSocket
 request now takes one, and the end of the request, or of a job that it began,
 gives it back. A request that asks again for a model that it holds gets it at
-once, so that it never waits for itself. Callers outside a request are left as
-they were.
+once, so that it never waits for itself, and an unload by the holder itself
+gives its lease back first. Callers outside a request are left as they were.
 """,
     issues=(2431,),
     features=("leases",),

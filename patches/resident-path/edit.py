@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from omlx_admission.upstream import anchors, editing
-from omlx_admission.upstream.change import Change
+from omlx_admission.upstream import docstrings, editing, nested, package
+from omlx_admission.upstream.change import AnchorMissing, Change
 from omlx_admission.upstream.transplant import as_method
 
 POOL = "EnginePool"
@@ -35,19 +35,6 @@ def _acquire() -> str:
     )
 
 
-def _release() -> str:
-    return '''
-    def _release_loaded_engine(self, model_id: str) -> bool:
-        """Give one lease back; False where a pending unload has to see it, locked."""
-        entry = self._entries.get(model_id)
-        if entry is not None and entry.pending_unload_reason:
-            return False
-        if entry is not None and entry.in_use > 0:
-            entry.in_use -= 1
-        return True
-    '''
-
-
 def _past_teardown() -> str:
     """`hooks.resident.get_engine_past_teardown` as a method."""
     return as_method(
@@ -62,7 +49,9 @@ def _past_teardown() -> str:
             "wrapped(*args, **kwargs)": (
                 "self._get_engine_locked(model_id, force_lm, lease, runtime_settings)"
             ),
-            "give_back(pool, model_id)": "await self.release_engine(model_id)",
+            "give_back(pool, model_id)": (
+                "await asyncio.shield(self._release_engine_lease(model_id))"
+            ),
         },
         doc="Load under the lock, or wait there; never hand out a dying engine.\n\n"
         "An unload that takes no lock may begin while this waits for it.\n",
@@ -71,9 +60,6 @@ def _past_teardown() -> str:
 
 def engine_pool(module: cst.Module) -> cst.Module:
     """The pool of 0.5.0 to 0.6.x."""
-    release = anchors.first_of(
-        module, f"{POOL}._release_engine_lease", f"{POOL}.release_engine"
-    )
     module = editing.insert_after_assignment(
         module,
         f"{POOL}.__init__",
@@ -101,15 +87,16 @@ def engine_pool(module: cst.Module) -> cst.Module:
     )
     module = editing.insert_method(module, _past_teardown(), after=f"{POOL}.get_engine")
     module = editing.insert_method(module, _acquire(), after=f"{POOL}.get_engine")
+    module = package.add_release(module)
     module = editing.insert_first(
         module,
-        release,
+        f"{POOL}._release_engine_lease",
         """
         if self._release_loaded_engine(model_id):
             return
         """,
     )
-    module = editing.insert_method(module, _release(), after=f"{POOL}._get_engine_locked")
+    module = docstrings.reword(module, f"{POOL}.acquire", "under the pool lock ", "")
     return editing.split_function(
         module,
         f"{POOL}._unload_engine",
@@ -129,6 +116,23 @@ def engine_pool(module: cst.Module) -> cst.Module:
         rest="_stop_and_unload_engine",
         doc="Tear the engine of a model down; its id is marked in _unloading_models.",
     )
+
+
+def enforcer(module: cst.Module) -> cst.Module:
+    """Look again after a suspension between the choice of a victim and its unload."""
+    try:
+        return nested.insert_beside(
+            module,
+            "ProcessMemoryEnforcer._check_and_enforce",
+            "result = await entry.engine.abort_all_requests()",
+            """
+            if self._engine_pool._entry_is_busy(entry):
+                # Handed out meanwhile: it is no victim any more.
+                continue
+            """,
+        )
+    except AnchorMissing:
+        return module
 
 
 CHANGE = Change(
@@ -151,5 +155,6 @@ A loaded model's latency no longer depends on what else loads or unloads.
 """,
     issues=(1970, 2431),
     features=("resident",),
-    edits={"engine_pool.py": engine_pool},
+    edits={"engine_pool.py": engine_pool, "process_memory_enforcer.py": enforcer},
+    optional=frozenset({"process_memory_enforcer.py"}),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import logging
@@ -71,7 +72,7 @@ class PoolAdmission(Admission):
         if request is not None:
             request.waited_s += self.now() - started
         if not lease and not self._pool._release_loaded_engine(model_id):
-            await self._pool.release_engine(model_id)
+            await asyncio.shield(self._pool._release_engine_lease(model_id))
         return engine
 
     def _refuse_wrong_kind(self, request: requests.Request, model_id: str) -> None:

@@ -50,10 +50,14 @@ def released_by_request(release_engine):
 
 
 def _give_back(pool, model_id: str) -> None:
-    """In a task of its own: a release may wait for the pool, the end of a request not."""
-    release = getattr(pool, "_release_engine_lease", None)
-    if release is None:
-        release = functools.partial(type(pool).release_engine.__wrapped__, pool)
-    task = asyncio.get_running_loop().create_task(release(model_id))
+    """Give the lease back in this step, so that an unload that follows finds it gone.
+
+    A pending unload has to see the release, and waits for the pool in a task of its
+    own: the end of a request does not.
+    """
+    if pool._release_loaded_engine(model_id):
+        return
+    release = pool._release_engine_lease(model_id)
+    task = asyncio.get_running_loop().create_task(release)
     _releases.add(task)
     task.add_done_callback(_releases.discard)

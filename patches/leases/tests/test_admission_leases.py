@@ -13,12 +13,15 @@ class Engine:
     def has_active_requests(self):
         return False
 
+    async def stop(self):
+        pass
 
-def make_pool():
+
+def make_pool(path="/models/a"):
     pool = EnginePool()
     pool._entries["a"] = EngineEntry(
         model_id="a",
-        model_path="/models/a",
+        model_path=str(path),
         model_type="llm",
         engine_type="batched",
         estimated_size=1000,
@@ -156,3 +159,119 @@ async def test_a_job_that_outlives_its_request_keeps_its_model():
     await asyncio.gather(*jobs)
     await settle()
     assert entry.in_use == 0
+
+
+# --- to its holder a model is not busy ---------------------------------------------
+
+
+@pytest.fixture
+def teardowns(monkeypatch):
+    """How many leases there were at each teardown, which is none of this test's."""
+    leases = []
+    body = "_stop_and_unload_engine"  # where the resident path has split it off
+    if not hasattr(EnginePool, body):
+        body = "_unload_engine"
+
+    async def unload(pool, model_id):
+        entry = pool._entries[model_id]
+        leases.append(entry.in_use)
+        entry.engine = None
+
+    monkeypatch.setattr(EnginePool, body, unload)
+    return leases
+
+
+async def _reload(pool):
+    await pool.prepare_cluster_reload("a")
+
+
+async def _unload_if_idle(pool):
+    assert await pool.unload_if_idle_unpinned("a") is True
+
+
+async def _request_unload(pool):
+    assert await pool.request_unload("a", reason="by hand") is True
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "unload"),
+    [
+        ("prepare_cluster_reload", _reload),
+        ("unload_if_idle_unpinned", _unload_if_idle),
+        ("request_unload", _request_unload),
+    ],
+)
+async def test_an_unload_by_its_holder_finds_no_lease(teardowns, name, unload):
+    if not hasattr(EnginePool, name):
+        pytest.skip("not in this release")
+    pool = make_pool()
+
+    async def action():
+        await pool.get_engine("a")
+        assert pool._entries["a"].in_use == 1
+        await unload(pool)
+        assert teardowns == [0]
+
+    await within_request(action)
+    assert pool._entries["a"].in_use == 0
+
+
+@pytest.mark.asyncio
+async def test_an_immediate_unload_by_its_holder_gives_the_lease_back():
+    pool = make_pool()
+    entry = pool._entries["a"]
+
+    async def action():
+        await pool.get_engine("a")
+        unload = asyncio.ensure_future(pool._unload_engine("a"))
+        await asyncio.sleep(0)
+        assert entry.in_use == 0
+        await asyncio.wait_for(unload, timeout=60)
+
+    await within_request(action)
+    assert entry.engine is None
+    assert entry.in_use == 0
+
+
+@pytest.mark.asyncio
+async def test_another_variant_for_its_holder_is_loaded(teardowns, monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    pool = make_pool(tmp_path)
+    entry = pool._entries["a"]
+
+    class Vision(Engine):
+        pass
+
+    async def load(self, model_id, *_, **__):
+        entry.engine = Engine()
+
+    monkeypatch.setattr("omlx.engine_pool.VLMBatchedEngine", Vision)
+    monkeypatch.setattr(EnginePool, "_load_engine", load)
+    monkeypatch.setattr(EnginePool, "_validate_llm_engine_ready", lambda *_: None)
+    if hasattr(pool, "_admission"):
+        pool._admission.enabled = False
+    entry.engine = Vision()
+
+    async def action():
+        await pool.get_engine("a")
+        engine = await asyncio.wait_for(pool.get_engine("a", force_lm=True), 5)
+        assert type(engine) is Engine
+        assert teardowns == [0]
+        assert entry.in_use == 1
+
+    await within_request(action)
+    assert entry.in_use == 0
+
+
+@pytest.mark.asyncio
+async def test_a_pending_unload_sees_the_end_of_the_request(teardowns):
+    pool = make_pool()
+    entry = pool._entries["a"]
+
+    async def action():
+        await pool.get_engine("a")
+        entry.pending_unload_reason = "somebody else needs the room"
+
+    await within_request(action)
+    assert teardowns == [0]

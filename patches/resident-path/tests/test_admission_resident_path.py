@@ -6,6 +6,7 @@ import asyncio
 import pytest
 
 from omlx.engine_pool import EngineEntry, EnginePool
+from omlx.process_memory_enforcer import ProcessMemoryEnforcer
 
 
 class FakeEngine:
@@ -116,3 +117,33 @@ async def test_a_pending_unload_sees_the_release_under_the_lock():
         assert not release.done()
     await asyncio.wait_for(release, timeout=60)
     assert engine.stopped == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("taken", "leaves"), [(True, "b"), (False, "a")])
+async def test_a_victim_that_is_handed_out_meanwhile_is_none(monkeypatch, taken, leaves):
+    """To stop a victim's requests first may be a suspension."""
+    pool = make_pool("a", "b")
+    unloaded = []
+
+    async def abort_all_requests():
+        await asyncio.sleep(0)
+        if taken:
+            await in_time(pool.get_engine("a", _lease=True))
+        return 0
+
+    async def unload(model_id):
+        unloaded.append(model_id)
+        pool._entries[model_id].engine = None
+
+    pool._entries["a"].engine.abort_all_requests = abort_all_requests
+    pool._entries["b"].last_access = pool._entries["a"].last_access + 1
+    monkeypatch.setattr(pool, "_unload_engine", unload)
+    enforcer = ProcessMemoryEnforcer(pool, soft_threshold=0.5)
+    for name in ("_propagate_memory_limit", "_walk_store_cache_caps"):
+        monkeypatch.setattr(enforcer, name, lambda: None)
+    monkeypatch.setattr(enforcer, "_get_hard_limit_bytes", lambda: 100)
+    monkeypatch.setattr(enforcer, "_current_usage_bytes", lambda: 0 if unloaded else 80)
+    await in_time(enforcer._check_and_enforce())
+    assert unloaded == [leaves]
+    assert pool._entries["a"].in_use == int(taken)
