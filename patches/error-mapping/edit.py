@@ -39,7 +39,10 @@ def _errors() -> str:
         },
         text={
             "a stock pool error": "a pool error",
-            "where stock's own answer is right": "where the route's own answer is right",
+            "where stock's own answer is right": "where the route's is right",
+            "(409, as stock says)": "(409)",
+            "tried again by stock clients": "tried again by the usual clients",
+            "speech\nand load routes answer 500": "speech routes\nanswer 500",
         },
         imports="import functools\nfrom .. import exceptions as theirs\n",
     )
@@ -76,15 +79,19 @@ CHANGE = Change(
 One answer stands for two failures. A model that can never fit and one that
 does not fit until the busy model is done both end in 507, which tells clients
 to give up; a model that is loading or busy ends in 409. What a client sees
-depends on the route as well: speech and load routes turn the same error into
-500, the fallback to the default model into 404, and the handler of
-HTTPException drops the headers, so that no Retry-After ever arrives.
+depends on the route as well: speech routes and the load route of the admin
+page turn the same error into 500, the fallback to the default model into 404,
+and the handler of HTTPException drops the headers, so that no Retry-After
+ever arrives. A failed load is 409, which clients try again.
 
 EnginePool.get_engine now leaves the reason with the request, and a pure ASGI
 middleware, which knows the request, answers with it in place of the error
 response that the route has made of it: 503 with Retry-After for a shortage
-that passes, 507 with x-should-retry: false for a model that never fits, in the
-shape of the route (OpenAI or Anthropic). No route is changed. The headers of
+that passes, 507 with x-should-retry: false for a model that never fits, 500
+for one that failed to load, in the shape of the route (OpenAI or Anthropic).
+The cause of a failed load stays in the log where its words could be read as an
+input that is too long. A header X-OMLX-Max-Wait that is no number of seconds is
+answered with 400; nothing waits by it yet. No route is changed. The headers of
 an HTTPException are kept.
 """,
     issues=(1970,),

@@ -14,6 +14,7 @@ from omlx.exceptions import (
     ModelLoadingError,
     ModelNotFoundError,
     ModelTooLargeError,
+    ModelUnavailableError,
 )
 
 
@@ -28,7 +29,7 @@ def pool_that(answer):
     return Pool()
 
 
-async def respond(pool, path="/v1/chat/completions", status=500):
+async def respond(pool, path="/v1/chat/completions", status=500, headers=()):
     """A route that turns every error into ``status``, asked once; what was sent."""
 
     async def app(scope, receive, send):
@@ -37,8 +38,8 @@ async def respond(pool, path="/v1/chat/completions", status=500):
             code, body = 200, b"served"
         except Exception:
             code, body = status, b"the route's own words"
-        headers = [(b"content-type", b"text/plain")]
-        await send({"type": "http.response.start", "status": code, "headers": headers})
+        plain = [(b"content-type", b"text/plain")]
+        await send({"type": "http.response.start", "status": code, "headers": plain})
         await send({"type": "http.response.body", "body": body})
 
     sent = []
@@ -49,7 +50,7 @@ async def respond(pool, path="/v1/chat/completions", status=500):
     async def receive():
         await asyncio.Event().wait()
 
-    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
     await requests.RequestMiddleware(app)(scope, receive, send)
     start, body = sent
     return start["status"], dict(start["headers"]), body["body"]
@@ -84,10 +85,47 @@ async def test_a_model_that_never_fits_is_507_and_not_to_be_tried_again():
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("answer", ["engine", ModelNotFoundError("m", [])])
-async def test_everything_else_is_answered_by_the_route(answer):
+@pytest.mark.parametrize(
+    ("answer", "sent"),
+    [
+        ("engine", (200, b"served")),
+        (ModelNotFoundError("m", []), (404, b"the route's own words")),
+        (ValueError("m"), (404, b"the route's own words")),
+    ],
+    ids=["engine", "unknown model", "unknown error"],
+)
+async def test_everything_else_is_answered_by_the_route(answer, sent):
     code, _, body = await respond(pool_that(answer), status=404)
-    assert (code, body) in [(200, b"served"), (404, b"the route's own words")]
+    assert (code, body) == sent
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("cause", "shown"),
+    [
+        ("a shard is missing", True),
+        ("no context_length in the config", False),
+    ],
+)
+async def test_a_failed_load_is_500_and_not_to_be_tried_again(cause, shown):
+    """What could be read as an input that is too long is left to the log."""
+    error = ModelUnavailableError("m", cause)
+    code, headers, body = await respond(pool_that(error), status=409)
+    assert code == 500
+    assert headers[b"x-should-retry"] == b"false"
+    said = json.loads(body)["error"]
+    assert said["code"] == "model_load_failed"
+    assert (said["message"] == str(error)) is shown
+    assert shown or said["message"].endswith("the server's log has the cause.")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("seconds", "code"), [("5", 200), ("soon", 400), ("-1", 400)])
+async def test_a_wait_budget_has_to_be_a_number_of_seconds(seconds, code):
+    headers = [(b"x-omlx-max-wait", seconds.encode())]
+    found, _, body = await respond(pool_that("engine"), headers=headers)
+    assert found == code
+    assert code == 200 or json.loads(body)["error"]["code"] == "invalid_max_wait"
 
 
 @pytest.mark.asyncio
