@@ -9,7 +9,11 @@ from omlx.admission.gate import PoolAdmission
 from omlx.admission.pool import AdmissionRefused, planned_victims
 from omlx.admission.settings import Settings
 from omlx.engine_pool import EngineEntry, EnginePool
-from omlx.exceptions import ModelNotFoundError, ModelTooLargeError
+from omlx.exceptions import (
+    InsufficientMemoryError,
+    ModelNotFoundError,
+    ModelTooLargeError,
+)
 
 CEILING = 10 * 1024**3
 SIZE = 6 * 1024**3
@@ -208,10 +212,12 @@ async def test_shutdown_refuses_who_waits(monkeypatch, tmp_path):
 @pytest.mark.asyncio
 async def test_switched_off_the_pool_decides_alone(monkeypatch, tmp_path):
     machine = Machine(monkeypatch, tmp_path, queue=False)
-    machine.may_load.set()
-    assert not machine.pool._admission.enabled
     await machine.serve("a")
-    assert machine.log == ["load a"]
+    with pytest.raises(InsufficientMemoryError):
+        await machine.serve("b")
+    await machine.done("a")
+    await machine.serve("b")
+    assert machine.log == ["load a", "unload a", "load b"]
 
 
 @pytest.mark.asyncio
