@@ -82,7 +82,8 @@ def note(
     request = requests.current.get()
     if request is None:
         return
-    request.refusal = None  # whatever was refused before, this is what the route goes on with
+    # Whatever was refused before, this is what the route goes on with.
+    request.refusal = None
     holding = request.handed.get(model_id)
     if holding is None or holding.engine() is not engine:
         try:

@@ -5,7 +5,7 @@ argument. Two rules keep it right.
 
 * Every decision is made in :meth:`AdmissionPolicy.step`, from the whole state
   and a fresh view. Events only change state; nothing is decided from a delta.
-* A waiter leaves the queue in ``policy/queues.py`` only, and its outcome is set there.
+* A waiter leaves the queue in ``queues.py`` only, and its outcome is set there.
 
 Theory of operation. The loaded model serves freely ("exhaustive service":
 fewest swaps) until another model has been waited for W seconds. Then

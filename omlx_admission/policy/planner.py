@@ -17,7 +17,7 @@ class PlanKind(enum.Enum):
     EVICT = "evict"  # idle models leave
     DRAIN = "drain"  # at least one busy model has to drain first
     SETTLE = "settle"  # room is on its way: a load or unload is under way
-    BLOCKED = "blocked"  # what could leave does not suffice: wait for what is in the way
+    BLOCKED = "blocked"  # what could leave does not suffice
     ASK = "ask"  # nothing of ours is in the way: only the pool can tell
     NEVER = "never"  # larger than the ceiling less what is pinned
 

@@ -53,8 +53,18 @@ REQUEST = Recipe(
         "if self.hold is not None: self.hold.note(message)": None,
         "hold = request.hold = stream_hold.hold_for(scope, send)": None,
         "if hold is not None and hold.began: await hold.forward(message, refusal) return": None,
-        "if hold is not None: hold.answered()": None,
         "answer = self.app(scope, request.receive, send_or_replace)": None,
+        # One `if` where our hold stood between two.
+        """
+        if message["type"] == "http.response.start":
+            if hold is not None:
+                hold.answered()
+            if message["status"] < 400:
+                _tell_wait(request, scope, message)
+        """: """
+        if message["type"] == "http.response.start" and message["status"] < 400:
+            _tell_wait(request, scope, message)
+        """,
         """
         if hold is None:
             await answer
@@ -62,9 +72,21 @@ REQUEST = Recipe(
             await hold.run(answer, lambda: request.refusal)
         """: "await self.app(scope, request.receive, send_or_replace)",
     },
-    text={"omlx_admission_request": "omlx_request"},
+    text={
+        "omlx_admission_request": "omlx_request",
+        "``handed`` belongs to the hooks: by model, what was handed out to it.": (
+            "``handed``: by model, what was handed out to it."
+        ),
+    },
 )
-REFUSAL = Recipe("runtime.refusal")
+REFUSAL = Recipe(
+    "runtime.refusal",
+    text={
+        # Nothing there answers with it.
+        " or 409 (its own condition is not met).": ".",
+        "500 (a load that failed), 400": "500 (a load that failed) or 400",
+    },
+)
 
 
 def make(recipe: Recipe) -> Callable[[], str]:

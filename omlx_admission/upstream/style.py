@@ -1,4 +1,7 @@
-"""Code in the style of the checkout: black, with that project's line length."""
+"""Code in the style of the checkout: black, with that project's line length.
+
+Comments and docstrings keep to it as well.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from pathlib import Path
 
 import black
 import libcst as cst
+
+from omlx_admission.upstream.wrapping import wrapped
 
 #: oMLX's line length where its ``pyproject.toml`` says nothing else.
 DEFAULT_LINE_LENGTH = 88
@@ -39,15 +44,16 @@ def file(text: str) -> str:
 
 @cache
 def _formatted(text: str, length: int) -> str:
-    return black.format_str(text, mode=black.Mode(line_length=length))
+    formatted = black.format_str(text, mode=black.Mode(line_length=length))
+    return wrapped(formatted, length)
 
 
 def statements(code: str, depth: int) -> list[cst.BaseStatement]:
     """``code`` as statements for a body that is indented ``depth`` times, formatted there."""
-    wrapped = textwrap.dedent(code).strip("\n")
+    text = textwrap.dedent(code).strip("\n")
     for _ in range(depth):
-        wrapped = "async def f():\n" + textwrap.indent(wrapped, " " * _INDENT)
-    body: list[cst.BaseStatement] = list(_parsed(file(wrapped)))
+        text = "async def f():\n" + textwrap.indent(text, " " * _INDENT)
+    body: list[cst.BaseStatement] = list(_parsed(file(text)))
     for _ in range(depth):
         (outer,) = body
         assert isinstance(outer, cst.FunctionDef)

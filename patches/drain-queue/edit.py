@@ -7,32 +7,59 @@ from dataclasses import fields
 import libcst as cst
 
 from omlx_admission import settings
-from omlx_admission.upstream import anchors, editing, package
+from omlx_admission.upstream import anchors, docstrings, editing, package
 from omlx_admission.upstream.change import Change
 from omlx_admission.upstream.transplant import Recipe
 
 POOL = "EnginePool"
 
-#: Our modules of plain decisions go as they are.
+#: Our modules of plain decisions go as they are, but for what only our pages ask.
 POLICY = (
-    "policy.admission",
-    "policy.estimates",
-    "policy.forecast",
-    "policy.linger",
-    "policy.model",
-    "policy.planner",
-    "policy.queues",
-    "policy.retry",
-    "policy.schedule",
-    "hooks.kinds",
-    "runtime.explain",
-    "runtime.port",
+    Recipe("policy.admission"),
+    Recipe(
+        "policy.estimates",
+        text={
+            "the worst wait stays below half of what service without a gate gives\n"
+            "        (figures in ``benchmarks/``).": (
+                "the worst wait stays below half of what service without a gate gives."
+            )
+        },
+    ),
+    Recipe("policy.forecast"),
+    Recipe("policy.linger"),
+    Recipe("policy.model", drop=("EMPTY_VIEW",)),
+    Recipe("policy.planner"),
+    Recipe("policy.queues"),
+    Recipe("policy.retry"),
+    Recipe("policy.schedule", drop=("Schedule.waiters", "Schedule.wanted_since")),
+    Recipe(
+        "hooks.kinds",
+        text={
+            "Stock loads the model first, evicting whoever is in its way, and looks at its "
+            "kind then.": (
+                "A route alone finds out after the load, for which others were evicted."
+            ),
+            "is left to stock": "is left to the route",
+            'text = f"': 'text = (f"',
+            'cannot serve: use {route}."': '"\nf"cannot serve: use {route}.")',
+        },
+    ),
+    Recipe("runtime.explain"),
+    Recipe(
+        "runtime.port",
+        text={"; ``hooks`` implements it on oMLX, tests on a fake": ""},
+    ),
 )
 
 #: The observer behind our status page stays with us.
 QUEUE = Recipe(
     "runtime.admission",
-    drop=("Admission._observe_swap", "Admission._observe_refusal"),
+    drop=(
+        "Admission._observe_swap",
+        "Admission._observe_refusal",
+        "Admission.closing",
+        "Admission.budget",
+    ),
     drop_calls=r"self\.observer\.|self\._observe_",
     parameters={"Admission.__init__": ("observer",)},
     rewrite={
@@ -44,6 +71,18 @@ QUEUE = Recipe(
         "if hold is not None: hold.wait_began()": None,
         "if hold is not None: hold.wait_ended()": None,
         "request is not None and self.settings.errors": "request is not None",
+    },
+    text={
+        ":mod:`omlx_admission.policy`": ":mod:`omlx.admission.policy`",
+        "passing our hooks": "telling the queue",
+        "callers run stock": "callers ask the pool directly",
+        "handed back instead: stock would have evicted it": (
+            "handed back instead: without the queue it could be evicted"
+        ),
+        "Our own failure: log it once, let everybody who waits run stock.": (
+            "The queue's own failure: log it once; all who wait ask the pool directly."
+        ),
+        "oMLX's own admission takes over": "from now on the pool decides alone",
     },
 )
 
@@ -62,7 +101,7 @@ POOL_PORT = Recipe(
         "_exceptions()": "exceptions",
         "admission_refused()(refusal)": "AdmissionRefused(refusal)",
     },
-    drop=("VIEW_NEEDS", "_exceptions", "_refused_class"),
+    drop=("VIEW_NEEDS", "_exceptions", "_refused_class", "OmlxPool.at_rest", "OmlxPool.in_use"),
     replace={
         "admission_refused": '''
 class AdmissionRefused(exceptions.SchedulerQueueFullError):
@@ -77,7 +116,30 @@ class AdmissionRefused(exceptions.SchedulerQueueFullError):
 '''
     },
     imports="from .. import exceptions\n",
-    text={"omlx_admission_planned_victims": "omlx_planned_victims"},
+    text={
+        "omlx_admission_planned_victims": "omlx_planned_victims",
+        "OmlxPool": "EnginePoolPort",
+        "stock_get_engine": "get_engine",
+        "The real pool": "The engine pool",
+        "the way stock admission reads them, so\n"
+        "that what the plan calls a fit is what stock will call a fit": (
+            "the way its own admission reads them, so\n"
+            "that what the plan calls a fit is what the pool will call a fit"
+        ),
+        "read by the wrapper of\n#: ``_find_lru_victim``, which stock calls from within": (
+            "read by\n#: ``_find_lru_victim``, which the pool calls from within"
+        ),
+        "Stock raises where the other one is busy, after it": (
+            "The pool raises where the other one is busy, after it"
+        ),
+        "Bytes that stock admission": "Bytes that the pool's own admission",
+        "Raise what stock would raise without": "Raise what the pool would raise without",
+        "failed, and stock caches that": "failed, and the pool caches that",
+        "behind\n            # (before 0.5.4); what": "behind;\n            # what",
+        "Stock refuses a marked model": "The pool refuses a marked model",
+        "Stock evicts for bytes only": "The pool evicts for bytes only",
+        "stock has another name": "the pool has another name",
+    },
 )
 
 #: `own` of ours reads what the leases have noted.
@@ -85,9 +147,23 @@ OWN = Recipe(
     "runtime.own",
     imports="from . import request as requests\n",
     append=("hooks.holding", "own"),
+    text={
+        "models that we keep for it; stock would not have protected them": (
+            "models that are kept for it, though its route took no lease"
+        )
+    },
 )
 
-MARKS = Recipe("hooks.pool_state", keep=("DRAIN_REASON", "drains_for_us"))
+MARKS = Recipe(
+    "hooks.pool_state",
+    keep=("DRAIN_REASON", "drains_for_us"),
+    text={
+        """What the hooks keep per pool: unloads in progress, and the admission queue.
+
+Attached to the pool object itself, so that it goes when the pool goes.
+""": "The mark of a busy model that has to leave for another one.\n",
+    },
+)
 
 #: Of our variables, those of the queue; the others stay with the package.
 VARIABLES = (
@@ -185,7 +261,12 @@ def engine_pool(module: cst.Module) -> cst.Module:
     module = editing.insert_first(module, f"{POOL}.shutdown", "self._admission.shut_down()")
     for name in ("discover_models", "_load_engine", "_unload_engine"):
         module = editing.decorate(module, f"{POOL}.{name}", "announced")
-    return module
+    module = docstrings.add_raises(
+        module,
+        f"{POOL}.get_engine",
+        "AdmissionRefused: If the queue refuses the request",
+    )
+    return docstrings.reword(module, f"{POOL}.request_unload", "are rejected", "wait or fail")
 
 
 def cli(module: cst.Module) -> cst.Module:
@@ -220,8 +301,8 @@ OMLX_ADMISSION_QUEUE=0 switches the queue off.
     edits={"engine_pool.py": engine_pool, "cli.py": cli},
     modules={
         **{
-            f"admission/{package.MODULES[name]}.py": package.make(Recipe(name))
-            for name in POLICY
+            f"admission/{package.MODULES[recipe.source]}.py": package.make(recipe)
+            for recipe in POLICY
         },
         "admission/marks.py": package.make(MARKS),
         "admission/own.py": package.make(OWN),

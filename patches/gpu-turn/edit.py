@@ -48,6 +48,7 @@ def _turn() -> str:
         text={
             'getLogger("omlx.admission")': "getLogger(__name__)",
             '"admission: ': '"',
+            "remembered for the status page": "remembered for the status",
             "dangerous ones of the package. oMLX closes an\nengine": (
                 "dangerous ones. oMLX closes an\nengine"
             ),

@@ -18,7 +18,6 @@ HOLDING = Recipe(
         """(``/v1/embeddings``
 asks again after its 200 is out), and the queue is told which models are in use by the
 very request that asks.""": "(``/v1/embeddings``\nasks again after its 200 is out).",
-        " (B12)": "",
     },
 )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import kinds
 from . import request as requests
 from .own import own
-from .pool import OmlxPool, planned_victims
+from .pool import EnginePoolPort, planned_victims
 from .port import Ask
 from .queue import Admission, QueueBroken
 from .settings import Settings, load
@@ -33,7 +33,7 @@ class PoolAdmission(Admission):
                 logger.warning("admission: %s", problem)
         self._pool = pool
         module = sys.modules[type(pool).__module__]
-        super().__init__(OmlxPool(pool, module, pool._get_engine_past_teardown), settings)
+        super().__init__(EnginePoolPort(pool, module, pool._get_engine_past_teardown), settings)
         self.enabled = settings.queue
         requests.queueing = settings.queue
 
