@@ -1,7 +1,7 @@
 """Edits of docstrings, which a change has made untrue or incomplete.
 
-A docstring that does not say it, or says it otherwise, is left as it is: no change
-fails for the words round it.
+A docstring that is not there, or says it otherwise, is left as it is: no change fails
+for the words round it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import libcst as cst
 
-from omlx_admission.upstream.anchors import docstring_length, function
+from omlx_admission.upstream.anchors import docstring_length, function, has
 from omlx_admission.upstream.editing import change_function
 
 
@@ -38,8 +38,7 @@ def add_raises(module: cst.Module, name: str, line: str) -> cst.Module:
 
 
 def _change(module: cst.Module, name: str, change: Callable[[str], str]) -> cst.Module:
-    body = function(module, name).body.body
-    if not docstring_length(body):
+    if not has(module, name) or not docstring_length(function(module, name).body.body):
         return module
 
     def in_function(node: cst.FunctionDef) -> cst.FunctionDef:

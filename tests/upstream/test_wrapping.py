@@ -119,7 +119,7 @@ def test_words_of_a_docstring_are_replaced_where_they_are() -> None:
     module = cst.parse_module(DOC)
     done = docstrings.reword(module, "C.f", "under a lock ", "")
     assert done.code == DOC.replace("under a lock ", "")
-    for name, words in (("C.f", "other words"), ("C.f", "it"), ("C.h", "a lock")):
+    for name, words in (("C.f", "other words"), ("C.f", "it"), ("C.h", "a lock"), ("C.i", "x")):
         assert docstrings.reword(module, name, words, "x").code == DOC
 
 
