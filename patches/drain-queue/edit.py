@@ -188,7 +188,7 @@ SETTINGS = Recipe(
     rewrite={"problems += _unknown(source)": None},
     prepend='OFF_WORDS = frozenset({"0", "false", "off", "no"})\n',
     text={
-        '"""Every environment variable of the package: the only reader of ``os.environ``.': (
+        '"""Every environment variable of the package, read here and nowhere else.': (
             '"""The variables of the admission queue.'
         )
     },

@@ -9,10 +9,11 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..exceptions import EnginePoolError
 from . import kinds
 from . import request as requests
 from .own import own
-from .pool import EnginePoolPort, planned_victims
+from .pool import EnginePoolPort, is_busy, planned_victims
 from .port import Ask
 from .queue import Admission, QueueBroken
 from .settings import Settings, load
@@ -33,7 +34,9 @@ class PoolAdmission(Admission):
                 logger.warning("admission: %s", problem)
         self._pool = pool
         module = sys.modules[type(pool).__module__]
-        super().__init__(EnginePoolPort(pool, module, pool._get_engine_past_teardown), settings)
+        super().__init__(
+            EnginePoolPort(pool, module, pool._get_engine_past_teardown), settings
+        )
         self.enabled = settings.queue
         requests.queueing = settings.queue
 
@@ -49,21 +52,12 @@ class PoolAdmission(Admission):
         The queue takes a lease for everybody: without one, an engine could go
         between the hand-out and its first use. Who wants none gives it back.
         """
-        self.port.hopeless(model_id)
         request = requests.active()
-        if request is not None:
-            self._refuse_wrong_kind(request, model_id)
-        question = (model_id, force_lm, runtime_settings)
-        arguments = {
-            "model_id": model_id,
-            "force_lm": force_lm,
-            "lease": False,
-            "runtime_settings": runtime_settings,
-        }
-        target, size = self.port.target(*question), self.port.size(*question)
-        ask = Ask(target, size, arguments, own(model_id))
         started = self.now()
         try:
+            ask = self._ask(model_id, force_lm, runtime_settings)
+            if request is not None:
+                self._refuse_wrong_kind(request, model_id)
             engine = await self.acquire(ask)
         except QueueBroken:
             return await self._pool._get_engine_past_teardown(
@@ -74,6 +68,29 @@ class PoolAdmission(Admission):
         if not lease and not self._pool._release_loaded_engine(model_id):
             await asyncio.shield(self._pool._release_engine_lease(model_id))
         return engine
+
+    def _ask(
+        self, model_id: str, force_lm: bool, runtime_settings: object | None
+    ) -> Ask:
+        try:
+            self.port.hopeless(model_id)
+            arguments = {
+                "model_id": model_id,
+                "force_lm": force_lm,
+                "lease": False,
+                "runtime_settings": runtime_settings,
+            }
+            return Ask(
+                self.port.target(model_id, force_lm, runtime_settings),
+                self.port.size(model_id, force_lm, runtime_settings),
+                arguments,
+                own(model_id),
+            )
+        except EnginePoolError:
+            raise
+        except Exception:
+            logger.exception("admission: no question to the queue; the pool decides")
+            raise QueueBroken from None
 
     def _refuse_wrong_kind(self, request: requests.Request, model_id: str) -> None:
         """Load nothing, and evict nobody, for a route that this kind cannot serve."""
@@ -89,7 +106,7 @@ class PoolAdmission(Admission):
             if (
                 entry is not None
                 and entry.engine is not None
-                and entry.in_use == 0
+                and not is_busy(entry)
                 and not entry.is_pinned
                 and victim not in self._pool._unloading_models
             ):

@@ -220,6 +220,29 @@ async def test_switched_off_the_pool_decides_alone(monkeypatch, tmp_path):
     assert machine.log == ["load a", "unload a", "load b"]
 
 
+def broken(*_, **__):
+    raise ZeroDivisionError
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [("policy", "retry_in"), ("policy", "enqueue"), ("port", "target")],
+)
+async def test_a_fault_of_the_queue_leaves_it_to_the_pool(
+    monkeypatch, tmp_path, where, name
+):
+    machine = Machine(monkeypatch, tmp_path, max_wait_s=0.05)
+    admission = machine.pool._admission
+    await machine.serve("a")
+    monkeypatch.setattr(getattr(admission, where), name, broken)
+    with pytest.raises(InsufficientMemoryError):
+        await machine.serve("b")
+    assert machine.pool._entries["a"].in_use == 1
+    await machine.done("a")
+    await machine.serve("b")
+
+
 @pytest.mark.asyncio
 async def test_a_model_whose_gate_is_closed_is_not_handed_out(monkeypatch, tmp_path):
     machine = Machine(monkeypatch, tmp_path)
