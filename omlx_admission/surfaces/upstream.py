@@ -33,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(
             f"{error.name} is missing: pip install '/path/to/omlx-admission[upstream]'"
         ) from None
+    if arguments.list and arguments.branch is not None:
+        raise CommandError("--branch says where to make a change; --list makes none")
     try:
         if arguments.list:
             apply.show(arguments.checkout)

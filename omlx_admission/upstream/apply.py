@@ -19,12 +19,16 @@ def make(root: Path, name: str, branch: str | None = None) -> None:
     changes = register.select(name)
     checkout = Checkout(root)
     checkout.require_clean()
+    if branch is None and not checkout.branch():
+        raise Refused(f"{root} is on no branch, so nothing would keep the commits: --branch B")
     steps = plan(checkout.root, changes)
     todo = [step for step in steps if not step.already]
     for step in steps:
         if step.already:
             print(f"{step.change.name}: this oMLX does it already, nothing to do")
     if not todo:
+        if branch is not None:
+            print(f"branch {branch} is not created")
         return
     before, back = checkout.head(), checkout.branch()
     if branch is not None:
@@ -61,6 +65,6 @@ def _state(checkout: Checkout, name: str) -> str:
     try:
         plan(checkout.root, chosen)
     except Refused as error:
-        return f"does not fit: {error}"
+        return f"does not fit: {str(error).removeprefix(f'{name}: ')}"
     brings = [c.name for c in chosen[:-1] if not is_in(Tree(checkout.root), c)]
     return "fits" + (f", with {', '.join(brings)}" if brings else "")

@@ -85,6 +85,39 @@ def test_list_tells_what_fits_and_what_is_done(
     assert all(text.startswith("fits") for text in states.values())
 
 
+def test_list_takes_no_branch_and_names_a_change_once(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(checkout, capsys, "--list", "--branch", "b")
+    assert "--list makes none" in line
+    (checkout / "omlx" / "decode_activity.py").unlink()
+    git(checkout, "commit", "-qam", "without it")
+    assert upstream(checkout, "--list") == 0
+    out = capsys.readouterr().out
+    (row,) = (row for row in out.splitlines() if row.startswith("gpu-turn"))
+    assert "does not fit: " in row
+    assert row.count("gpu-turn") == 1
+
+
+def test_a_branch_is_not_made_for_nothing(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert upstream(checkout, "--change", "resident-path") == 0
+    capsys.readouterr()
+    assert upstream(checkout, "--change", "resident-path", "--branch", "b") == 0
+    assert "branch b is not created" in capsys.readouterr().out
+    assert git(checkout, "branch", "--list", "b") == ""
+
+
+def test_commits_that_nothing_would_keep_are_refused(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    git(checkout, "switch", "-q", "--detach")
+    assert "--branch B" in refused(checkout, capsys, "--change", "resident-path")
+    assert upstream(checkout, "--change", "resident-path", "--branch", "b") == 0
+    assert git(checkout, "branch", "--show-current") == "b"
+
+
 def test_an_unknown_name_is_refused_with_the_names_there_are(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

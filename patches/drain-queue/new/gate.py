@@ -34,9 +34,7 @@ class PoolAdmission(Admission):
                 logger.warning("admission: %s", problem)
         self._pool = pool
         module = sys.modules[type(pool).__module__]
-        super().__init__(
-            EnginePoolPort(pool, module, pool._get_engine_past_teardown), settings
-        )
+        super().__init__(EnginePoolPort(pool, module, pool._get_engine_past_teardown), settings)
         self.enabled = settings.queue
         requests.queueing = settings.queue
 
@@ -69,9 +67,7 @@ class PoolAdmission(Admission):
             await asyncio.shield(self._pool._release_engine_lease(model_id))
         return engine
 
-    def _ask(
-        self, model_id: str, force_lm: bool, runtime_settings: object | None
-    ) -> Ask:
+    def _ask(self, model_id: str, force_lm: bool, runtime_settings: object | None) -> Ask:
         try:
             self.port.hopeless(model_id)
             arguments = {

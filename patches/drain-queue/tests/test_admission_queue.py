@@ -229,9 +229,7 @@ def broken(*_, **__):
     ("where", "name"),
     [("policy", "retry_in"), ("policy", "enqueue"), ("port", "target")],
 )
-async def test_a_fault_of_the_queue_leaves_it_to_the_pool(
-    monkeypatch, tmp_path, where, name
-):
+async def test_a_fault_of_the_queue_leaves_it_to_the_pool(monkeypatch, tmp_path, where, name):
     machine = Machine(monkeypatch, tmp_path, max_wait_s=0.05)
     admission = machine.pool._admission
     await machine.serve("a")
