@@ -126,7 +126,7 @@ def enforcer(module: cst.Module) -> cst.Module:
             "ProcessMemoryEnforcer._check_and_enforce",
             "result = await entry.engine.abort_all_requests()",
             """
-            if self._engine_pool._entry_is_busy(entry):
+            if self._engine_pool._entry_is_busy(entry) is True:
                 # Handed out meanwhile: it is no victim any more.
                 continue
             """,
