@@ -20,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from omlx_admission.hooks.needs import Kind, Need
+from omlx_admission.hooks.source_jobs import jobs_problem
 from omlx_admission.hooks.source_names import names_read, owners, resolve
 from omlx_admission.hooks.source_search import Search
 from omlx_admission.hooks.source_shapes import holder_problem, shape_problem
@@ -126,7 +127,7 @@ class Source:
     def problems(self, needs: Iterable[Need]) -> list[str]:
         """All reasons in order, and where the name is now; empty when every need is met."""
         reasons = [
-            text + self._search.hint(need.module, need.name)
+            text + self._hint(need)
             for need in needs
             if (text := self.problem(need)) is not None
         ]
@@ -138,24 +139,34 @@ class Source:
         problem = self.problem(need)
         if problem is None:
             return Fit.FITS, ""
-        hint = self._search.hint(need.module, need.name)
+        hint = self._hint(need)
         if hint:
             return Fit.MOVED, problem + hint
         return Fit.MISSING if problem.endswith("is missing") else Fit.CHANGED, problem
+
+    def _hint(self, need: Need) -> str:
+        # Jobs are of the module that hands them over, not of the executor's.
+        if need.kind is Kind.JOBS:
+            return ""
+        return self._search.hint(need.module, need.name)
 
     def has(self, needs: Sequence[Need]) -> bool:
         """Whether all of ``needs`` are met; an empty sequence never is."""
         return bool(needs) and all(self.problem(need) is None for need in needs)
 
     def _judge(self, need: Need) -> str | None:
+        if need.where and not self._is_there(need.where):
+            return None
         tree = self._tree(need.module)
         if isinstance(tree, str):
             return None if need.optional else tree
         if need.kind is Kind.USED:
             return self._used_problem(need, tree)
+        if need.kind is Kind.JOBS:
+            return jobs_problem(need, tree)
         meanings = resolve(tree, need.name)
         if all(node is None for node in meanings):
-            return None if need.optional else self._missing(need, tree)
+            return self._unseen(need, tree) if need.optional else self._missing(need, tree)
         for owner in owners(tree, need.name):
             problem = holder_problem(need, owner)
             if problem is not None:
@@ -169,6 +180,27 @@ class Source:
             if problem is not None:
                 return problem
         return None
+
+    def _is_there(self, place: str) -> bool:
+        module, _, name = place.partition(":")
+        tree = self._tree(module)
+        return not isinstance(tree, str) and any(resolve(tree, name))
+
+    @staticmethod
+    def _unseen(need: Need, tree: ast.Module) -> str | None:
+        """Why an optional member that is not seen may be there all the same.
+
+        A class that is made elsewhere may have it, in whatever shape.
+        """
+        head, _, member = need.name.partition(".")
+        made = [node for node in resolve(tree, head) if node is not None]
+        if not member or not made:
+            return None
+        classes = [node for node in made if isinstance(node, ast.ClassDef)]
+        if classes:
+            problems = (holder_problem(need, node) for node in classes)
+            return next((text for text in problems if text is not None), None)
+        return f"{need}: {head} is not defined in {need.module}, so nobody can tell"
 
     def _used_problem(self, need: Need, tree: ast.Module) -> str | None:
         if need.module not in self._read:

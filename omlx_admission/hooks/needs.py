@@ -17,6 +17,8 @@ class Kind(enum.Enum):
     NAME = "name"
     #: Read somewhere in the module: a wrapper is of no use where nobody calls it.
     USED = "name in use"
+    #: A function that gives an executor, and what the module hands to it.
+    JOBS = "executor's jobs"
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,21 @@ class Need:
             ``"*"`` has to be accepted by keyword, in any order.
         exact: nothing may follow them; otherwise further parameters are fine as long as
             they have defaults, because wrappers pass them through.
-        returns: what the function may be annotated to return (any of these); without an
-            annotation it passes.
+        returns: what the function may be annotated to return (any of these; ``X[...]`` is
+            an X of anything); without an annotation it passes.
         decorators: decorators that change nothing for the hook. Any other one may turn the
             function into something else.
         made_by: what the value of a VALUE may be made by: a callable as the source writes
-            it, or ``dict`` for a display too. Empty: whatever there is but None.
+            it, ``dict`` for a display too, or a constant. Empty: whatever there is but None.
+        types: what a VALUE may be annotated as, like ``returns``.
         bases: a CLASS has to have exactly these bases, by the last part of their names.
         attachable: a CLASS has to allow attributes that it does not define.
         awaits: a coroutine function awaits nothing but calls of functions with these names.
+        without: names that the function does not read, so that it does not call them.
+        jobs: names of the functions that the module may hand to a JOBS executor.
         generator: the function yields; without it, it must not.
         optional: a release without the name is fine; one that has it has it in this shape.
+        where: asked only of a release that has this name, ``module:name``.
     """
 
     module: str
@@ -53,9 +59,13 @@ class Need:
     made_by: tuple[str, ...] | None = None
     bases: tuple[str, ...] | None = None
     attachable: bool = False
+    types: tuple[str, ...] | None = None
     awaits: tuple[str, ...] | None = None
+    without: tuple[str, ...] = ()
+    jobs: tuple[str, ...] = ()
     generator: bool = False
     optional: bool = False
+    where: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}"

@@ -6,6 +6,7 @@ import ast
 
 from omlx_admission.hooks.needs import Kind, Need
 from omlx_admission.hooks.source_names import is_dataclass, last_name, own_nodes
+from omlx_admission.hooks.source_types import is_one_of
 
 #: Decorators after which a function or class is still what it was.
 _HARMLESS = frozenset({"override", "final", "deprecated"})
@@ -72,16 +73,32 @@ def _function_problem(need: Need, node: ast.FunctionDef | ast.AsyncFunctionDef) 
     yields = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in own_nodes(node))
     if yields is not need.generator:
         return f"{need} is {'a' if yields else 'no'} generator"
-    if need.returns is not None and node.returns is not None:
-        actual = ast.unparse(node.returns).strip("'\"")
-        if actual not in need.returns:
-            return f"{need} returns {actual}, expected {' or '.join(need.returns)}"
-    problem = None
-    if need.params is not None:
+    if need.returns is not None and not _is_annotated(node.returns, need.returns):
+        return f"{need} returns {_text(node.returns)}, expected {' or '.join(need.returns)}"
+    problem = _reads_problem(need, node)
+    if problem is None and need.params is not None:
         problem = _parameter_problem(need, need.params, node)
     if problem is None and need.awaits is not None:
         problem = _await_problem(need, need.awaits, node)
     return problem
+
+
+def _is_annotated(annotation: ast.expr | None, wanted: tuple[str, ...]) -> bool:
+    """Whether an annotation, if there is one, means one of ``wanted``."""
+    return annotation is None or is_one_of(annotation, wanted)
+
+
+def _text(annotation: ast.expr | None) -> str:
+    return ast.unparse(annotation).strip("'\"") if annotation is not None else "nothing"
+
+
+def _reads_problem(need: Need, node: ast.AST) -> str | None:
+    if not need.without:
+        return None
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name | ast.Attribute) and last_name(child) in need.without:
+            return f"{need} uses {last_name(child)}, which it has to do without"
+    return None
 
 
 def _await_problem(need: Need, names: tuple[str, ...], node: ast.AST) -> str | None:
@@ -162,12 +179,17 @@ def _class_problem(need: Need, node: ast.ClassDef) -> str | None:
 
 
 def _value_problem(need: Need, node: ast.Assign | ast.AnnAssign) -> str | None:
+    annotation = getattr(node, "annotation", None)
+    if need.types is not None and not _is_annotated(annotation, need.types):
+        return f"{need} is of type {_text(annotation)}, expected {' or '.join(need.types)}"
     if need.made_by is None:
         return None
     value = node.value
     made_by = "nothing"
     if isinstance(value, ast.Call):
-        made_by = ast.unparse(value.func)
+        # `dict[str, X]()` makes a dict; whether `a.dict()` does, nobody knows.
+        maker = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+        made_by = ast.unparse(maker)
     elif isinstance(value, ast.Dict | ast.DictComp):
         made_by = "dict"
     elif value is not None:
