@@ -58,8 +58,8 @@ class Feature:
     summary: str
     needs: tuple[Need, ...]
     native: tuple[Need, ...] = ()
-    #: Feature that it is a part of: where oMLX has that one itself, this has no place.
-    within: str = ""
+    #: Features of which one has to be applied: without it this has nothing to act on.
+    stands_on: tuple[str, ...] = ()
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -85,7 +85,7 @@ FEATURES: tuple[Feature, ...] = (
         "unloads",
         "unloads by hand wait for what runs instead of cutting it off (needs the queue)",
         unloads.NEEDS,
-        within="queue",
+        stands_on=("queue",),
     ),
     Feature(
         "errors",
@@ -102,6 +102,8 @@ FEATURES: tuple[Feature, ...] = (
         "a model handed to a route that takes no lease stays until its request ends",
         resident.LEASE_NEEDS,
         resident.LEASE_NATIVE,
+        # They hand out what it keeps.
+        stands_on=("resident", "queue"),
     ),
     Feature(
         "off_loop_close",
@@ -110,6 +112,7 @@ FEATURES: tuple[Feature, ...] = (
         "an engine is closed on a thread, not on the event loop",
         off_loop.NEEDS,
         off_loop.NATIVE,
+        stands_on=("resident",),
     ),
     Feature(
         "load_thread",
@@ -133,7 +136,7 @@ FEATURES: tuple[Feature, ...] = (
         "stream_hold_s",
         "a stream that waits long gets oMLX's keep-alives until its model is there",
         stream_hold.NEEDS,
-        within="queue",
+        stands_on=("queue",),
     ),
     Feature(
         "surfaces",
@@ -155,7 +158,12 @@ FEATURES: tuple[Feature, ...] = (
         "OMLX_SERIALIZE_ENGINE_GPU",
         "serialize_engine_gpu",
         "one engine on the GPU at a time, first come first served",
-        (*gpu_engine.NEEDS, gpu_jobs.EXECUTOR, gpu_jobs.EXECUTOR_VALUE),
+        (
+            *gpu_engine.NEEDS,
+            gpu_jobs.EXECUTOR,
+            gpu_jobs.EXECUTOR_VALUE,
+            *gpu_jobs.MODEL_NEEDS,
+        ),
         gpu_setting.NATIVE,
     ),
     Feature(

@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 import threading
+import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,12 +79,23 @@ def decide(source: Path | None = None, settings: Settings | None = None) -> Repo
     with _no_collection():
         code = gate.Source(found)
         verdicts = [_verdict(f, settings, problem, code) for f in FEATURES]
-    native = {v.feature.name for v in verdicts if v.state is State.NATIVE}
+    states = {v.feature.name: v.state for v in verdicts}
     for verdict in verdicts:
-        if verdict.state is State.READY and verdict.feature.within in native:
-            verdict.state = State.OFF
-            verdict.reasons = [f"it is a part of our '{verdict.feature.within}'"]
+        if verdict.state is State.READY:
+            _judge_by_ground(verdict, states)
     return Report(found, problem, verdicts, settings, problems)
+
+
+def _judge_by_ground(verdict: Verdict, states: dict[str, State]) -> None:
+    """A feature whose every ground is missing could do nothing: say so, and why."""
+    grounds = verdict.feature.stands_on
+    if not grounds or any(states[name] is State.READY for name in grounds):
+        return
+    refused = any(states[name] is State.REFUSED for name in grounds)
+    verdict.state = State.REFUSED if refused else State.OFF
+    named = " or ".join(f"'{name}'" for name in grounds)
+    is_ = ", ".join(dict.fromkeys(states[name].value for name in grounds))
+    verdict.reasons = [f"needs {named} ({is_})"]
 
 
 @contextmanager
@@ -158,15 +170,23 @@ class Installer:
         verdict = self.report.verdict(name)
         if verdict.state not in (State.READY, State.APPLIED):
             return
+        before, mark = len(self._ledger.wrapped), self._ledger.begin()
         try:
-            before = len(self._ledger.wrapped)
             part.apply(module, self._ledger, self._wanted)
             verdict.wrapped += self._ledger.wrapped[before:]
         except Exception as error:
+            if part.optional:
+                # The last layer of all comes off alone, and nothing else needs it.
+                self._ledger.undo(mark)
+                logger.exception(
+                    "admission: '%s' goes without its part in %s", name, part.module
+                )
+                verdict.reasons.append(f"goes without its part in {part.module}")
+                return
             logger.exception("admission: applying '%s' failed; oMLX runs stock", name)
             # The wrappers lie round each other: a feature cannot be taken out of
             # the middle, and half a stack is what no test has ever run.
-            self.undo(f"applying '{name}' raised {error!r}")
+            self.undo(f"applying '{name}' raised {_said(error)}")
             return
         if not part.optional:
             self._missing_parts[name].remove(part.module)
@@ -192,6 +212,15 @@ class Installer:
                 reasons.append(f"{verdict.feature.name}: {'; '.join(verdict.reasons)}")
         if reasons:
             sys.exit("omlx-admission: OMLX_ADMISSION_STRICT=1 and " + "; ".join(reasons))
+
+
+def _said(error: Exception) -> str:
+    """The error in a line. Of a module whose import hooks run, Python says that it is
+    imported in a circle whenever it lacks a name."""
+    holder = getattr(error, "obj", None)
+    if isinstance(error, AttributeError) and isinstance(holder, types.ModuleType):
+        return f"AttributeError: {holder.__name__} has no {error.name}"
+    return repr(error)
 
 
 _installer: Installer | None = None

@@ -28,6 +28,14 @@ class _Entry:
     ours: Any
 
 
+@dataclass(frozen=True)
+class Mark:
+    """How much a ledger held at one time."""
+
+    entries: int
+    actions: int
+
+
 @dataclass
 class Ledger:
     """The changes of this process, in order. Wrappers lie round each other: all go at once."""
@@ -42,7 +50,7 @@ class Ledger:
             RuntimeError: this package has wrapped it already.
             AttributeError: there is no such attribute.
         """
-        parent, attribute, _ = wrapt.resolve_path(module, name)
+        parent, attribute = _holder(module, name)
         original = vars(parent).get(attribute, _MISSING)
         if getattr(original, "_self_wrapper", None) is wrapper:
             raise RuntimeError(f"{name} is wrapped already")
@@ -51,9 +59,22 @@ class Ledger:
         ours = vars(parent).get(attribute, ours)
         self._entries.append(_Entry(parent, attribute, original, ours))
 
+    def wrap_if_there(self, module: Any, name: str, wrapper: Callable[..., Any]) -> bool:
+        """Wrap it like :meth:`wrap` where ``module`` has it; whether it has."""
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is not None:
+            self.wrap(module, name, wrapper)
+        return found is not None
+
     def on_undo(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the feature is undone (for changes that are no attribute)."""
         self._undo_actions.append(action)
+
+    def begin(self) -> Mark:
+        """Where the ledger stands, for :meth:`undo`."""
+        return Mark(len(self._entries), len(self._undo_actions))
 
     @property
     def wrapped(self) -> list[str]:
@@ -64,12 +85,16 @@ class Ledger:
             for e in self._entries
         ]
 
-    def undo(self) -> list[str]:
-        """Restore every original; return the names that somebody else has wrapped since."""
+    def undo(self, since: Mark | None = None) -> list[str]:
+        """Restore every original, or those since a mark.
+
+        Returns the names that somebody else has wrapped meanwhile.
+        """
+        kept = since or Mark(0, 0)
         left: list[str] = []
-        while self._undo_actions:
+        while len(self._undo_actions) > kept.actions:
             self._undo_actions.pop()()
-        while self._entries:
+        while len(self._entries) > kept.entries:
             entry = self._entries.pop()
             if vars(entry.parent).get(entry.attribute, _MISSING) is not entry.ours:
                 left.append(entry.attribute)
@@ -82,3 +107,18 @@ class Ledger:
                 "admission: %s stays wrapped by another tool, not undone", ", ".join(left)
             )
         return left
+
+
+def _holder(module: Any, name: str) -> tuple[Any, str]:
+    """What holds a dotted name, and its last part.
+
+    Not by wrapt: what Python says of a name that a module lacks while its import hooks
+    run is that an import is circular, which it is not.
+    """
+    parent: Any = module
+    *path, attribute = name.split(".")
+    for part in path:
+        parent = getattr(parent, part, _MISSING)
+    if getattr(parent, attribute, _MISSING) is _MISSING:
+        raise AttributeError(f"{getattr(module, '__name__', module)} has no {name}")
+    return parent, attribute

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import importlib.machinery
 import logging
 import shutil
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import gate, install
-from omlx_admission.hooks.features import FEATURES
+from omlx_admission.hooks import gate, gpu_jobs, gpu_turn, gpu_watch, install
+from omlx_admission.hooks.features import FEATURES, PARTS, Part
 from omlx_admission.hooks.install import State
+from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.settings import Settings
 
 POOL_METHODS = (
@@ -27,6 +30,9 @@ POOL_METHODS = (
     "shutdown",
 )
 
+
+#: Rows of the register that do not apply the GPU turn.
+FOR_THE_POOL = tuple(part for part in PARTS if part.feature != "gpu_turn")
 
 _installers: list[install.Installer] = []
 
@@ -143,6 +149,109 @@ def test_a_failing_part_takes_everything_back(
     assert wrapped(pool_class) == set()
     assert one.report.verdict("resident").state is State.FAILED
     assert "applying 'resident' failed" in caplog.text
+
+
+def test_a_failing_optional_part_takes_back_what_it_has_done_itself(
+    pool_class: type, mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    import omlx.engine_core
+    import omlx.engine_pool
+    import omlx.models.embedding
+    import omlx.scheduler
+
+    from omlx_admission.hooks import gpu_jobs
+
+    kept = dict(vars(omlx.models.embedding.MLXEmbeddingModel))
+    undone: list[str] = []
+
+    def half(module: Any, ledger: Ledger) -> None:
+        ledger.on_undo(lambda: undone.append("it"))
+        ledger.wrap(module, "MLXEmbeddingModel.embed", gpu_jobs.embed)
+        ledger.wrap(module, "MLXEmbeddingModel.gone", gpu_jobs.embed)
+
+    mocker.patch.object(gpu_jobs, "apply_embedding", half)
+    parts = gpu_turn.parts(Part)
+    mocker.patch.object(install, "PARTS", (*FOR_THE_POOL, *parts))
+    one = installer(serialize_engine_gpu=True)
+    core = vars(omlx.engine_core.EngineCore)
+    for module in (omlx.scheduler, omlx.engine_core, omlx.engine_pool, omlx.models.embedding):
+        one.on_import(module)
+    assert dict(vars(omlx.models.embedding.MLXEmbeddingModel)) == kept
+    assert undone == ["it"]
+    assert hasattr(core["_step_burst"], "_self_wrapper")
+    assert "get_engine" in wrapped(pool_class)
+    verdict = one.report.verdict("gpu_turn")
+    assert verdict.state is State.APPLIED
+    assert verdict.reasons == ["goes without its part in omlx.models.embedding"]
+    assert "omlx.models.embedding has no MLXEmbeddingModel.gone" in caplog.text
+
+
+def test_a_class_that_has_moved_away_leaves_every_feature_on(
+    pool_class: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    import omlx.engine_core
+    import omlx.engine_pool
+    import omlx.scheduler
+
+    one = installer(serialize_engine_gpu=True, load_thread=True)
+    modules = [omlx.scheduler, omlx.engine_core, omlx.engine_pool]
+    names = ("omlx.engine.vlm", "omlx.engine.dflash", gpu_jobs.EMBEDDING, gpu_jobs.RERANKER)
+    modules += [types.ModuleType(name) for name in names]
+    modules += [types.ModuleType(gpu_jobs.DIFFUSION), types.ModuleType(gpu_watch.MTP)]
+    mark = {v.feature.name for v in one.report.verdicts if v.state is State.READY}
+    for module in modules:
+        one.on_import(module)
+    states = {v.feature.name: v.state for v in one.report.verdicts}
+    assert {name for name in mark if states[name] is State.FAILED} == set()
+    # Its needs name the class; the others only take it where it is.
+    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert said == ["admission: 'off_loop_close' goes without its part in omlx.engine.vlm"]
+
+
+def test_the_reason_of_a_failure_is_no_word_about_circular_imports(
+    pool_class: type, mocker: Any
+) -> None:
+    import omlx.engine_pool
+
+    from omlx_admission.hooks import resident
+
+    def outer(_module: Any, _ledger: Ledger) -> None:
+        spec = importlib.machinery.ModuleSpec("omlx.half", None)
+        half = types.ModuleType("omlx.half")
+        half.__spec__ = spec
+        spec._initializing = True  # type: ignore[attr-defined]
+        half.Gone  # noqa: B018
+
+    mocker.patch.object(resident, "apply_outer", outer)
+    one = installer()
+    one.on_import(omlx.engine_pool)
+    reason = "applying 'resident' raised AttributeError: omlx.half has no Gone"
+    assert one.report.verdict("resident").reasons == [reason]
+    assert one.report.verdict("queue").reasons == [reason]
+
+
+@pytest.mark.parametrize(
+    ("off", "expected"),
+    [
+        (
+            {"queue": False},
+            {"unloads": "needs 'queue' (off)", "stream_hold": "needs 'queue' (off)"},
+        ),
+        ({"resident_path": False}, {"off_loop_close": "needs 'resident' (off)"}),
+        (
+            {"queue": False, "resident_path": False},
+            {"leases": "needs 'resident' or 'queue' (off)"},
+        ),
+    ],
+)
+def test_what_stands_on_a_feature_is_off_with_it(
+    off: dict[str, bool], expected: dict[str, str]
+) -> None:
+    report = install.decide(settings=Settings(**off))
+    for name, reason in expected.items():
+        verdict = report.verdict(name)
+        assert (verdict.state, verdict.reasons) == (State.OFF, [reason])
+    assert report.verdict("requests").state is State.READY
 
 
 def test_undo_leaves_what_another_tool_wrapped_since(

@@ -117,3 +117,22 @@ def test_without_an_omlx_no_place_is_covered(
     shown = capsys.readouterr().out
     assert "no module named 'omlx'" in shown
     assert "covered" not in shown
+
+
+def test_what_stands_on_a_refused_feature_says_so(doctor: Doctor) -> None:
+    root = standin.PATH / "omlx"
+    pool = (root / "engine_pool.py").read_text("utf-8")
+    files: dict[str, str | None] = {
+        "engine_pool.py": pool.replace("_find_lru_victim", "_find_victim")
+    }
+    mutation = Mutation("renamed", "omlx.engine_pool", files, none)
+    with suite.checkout(root) as made, made.changed(mutation) as source:
+        _, shown = doctor(source, "--json")
+        _, lines = doctor(source)
+        _, with_needs = doctor(source, "--needs")
+    for name in ("unloads", "stream_hold"):
+        assert feature(shown, name)["state"] == "refused"
+        assert feature(shown, name)["reasons"] == ["needs 'queue' (refused)"]
+    for text in (lines, with_needs):
+        assert text.count("- needs 'queue' (refused)") == 2
+    assert feature(shown, "leases")["state"] == "ready"
