@@ -23,7 +23,9 @@ from omlx_admission.hooks.gate import Kind, Need
 
 #: Names that other code of oMLX's or of its libraries uses for other things: renamed
 #: where they are defined only, so that stock breaks too.
-COMMON = frozenset({"__init__", "shutdown", "scheduler", "security", "from_dict", "to_dict"})
+COMMON = frozenset(
+    {"__init__", "shutdown", "scheduler", "security", "from_dict", "to_dict", "model_id"}
+)
 _FLAG = "__name__ != '__never__'"
 
 
@@ -34,7 +36,12 @@ def distinctive(name: str) -> bool:
 
 def whole_tree_rename(name: str) -> Callable[[Need], bool]:
     """Needs that a rename of one identifier everywhere takes away."""
-    return lambda need: required(need) and name in need.name.split(".")
+    return lambda need: (
+        required(need)
+        and name in need.name.split(".")
+        # What is asked only where another name is, is not asked any more.
+        and name not in need.where.partition(":")[2].split(".")
+    )
 
 
 def mutations(tree: Tree, module: str, name: str, place: Place) -> Iterator[Mutation]:

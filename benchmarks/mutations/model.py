@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.mutations.tree import Files
 from omlx_admission.hooks.features import FEATURES
-from omlx_admission.hooks.gate import Need
+from omlx_admission.hooks.gate import Kind, Need
 
 Hits = Callable[[Need], bool]
 
@@ -43,7 +43,7 @@ class Mutation:
 
     def expected(self) -> dict[str, str]:
         """State of each feature that has to come out."""
-        return {
+        alone = {
             feature.name: "native"
             if feature.name in self.native
             else "refused"
@@ -51,6 +51,12 @@ class Mutation:
             else "ready"
             for feature in FEATURES
         }
+        states = dict(alone)
+        for feature in FEATURES:
+            ground = {alone[name] for name in feature.stands_on}
+            if ground and alone[feature.name] == "ready" and "ready" not in ground:
+                states[feature.name] = "refused" if "refused" in ground else "off"
+        return states
 
 
 @dataclass
@@ -81,16 +87,21 @@ def none(_need: Need) -> bool:
     return False
 
 
+def is_defined(need: Need) -> bool:
+    """Needs of what their module itself has, and not only uses."""
+    return need.kind not in (Kind.USED, Kind.JOBS)
+
+
 def named(module: str, name: str) -> Hits:
     """Needs of exactly this name (used names are needs of another sort)."""
-    return lambda need: need.module == module and need.name == name and need.kind.name != "USED"
+    return lambda need: need.module == module and need.name == name and is_defined(need)
 
 
 def below(module: str, name: str) -> Hits:
     """Needs of this name and of what it holds."""
     return lambda need: (
         need.module == module
-        and need.kind.name != "USED"
+        and is_defined(need)
         and (need.name == name or need.name.startswith(f"{name}."))
     )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from benchmarks.mutations.functions import distinctive, whole_tree_rename
 from benchmarks.mutations.model import (
@@ -13,12 +15,13 @@ from benchmarks.mutations.model import (
     below,
     both,
     either,
+    is_defined,
     named,
     none,
     required,
 )
 from benchmarks.mutations.tree import Files, Place, Tree
-from omlx_admission.hooks.gate import Need
+from omlx_admission.hooks.gate import Kind, Need
 
 
 def of_value(tree: Tree, module: str, name: str, place: Place) -> Iterator[Mutation]:
@@ -57,6 +60,19 @@ def of_value(tree: Tree, module: str, name: str, place: Place) -> Iterator[Mutat
         nothing = tree.replaced(place, f"{left} = None")
         hits = both(me, lambda n: n.made_by is not None)
         yield Mutation("nothing at first", target, nothing, hits)
+        if in_init:
+            return_to = tree.replaced(place, f"{left}: tuple[int, ...] = {right}")
+            hits = both(me, lambda n: n.types is not None)
+            yield Mutation("of another type", target, return_to, hits)
+    if place.holder is not None and not in_init:
+        default = f" = {right}" if right is not None else ""
+        other = tree.replaced(place, f"{left}: tuple[int, ...]{default}")
+        hits = both(me, lambda n: n.types is not None)
+        yield Mutation("a field of another type", target, other, hits)
+        if right is not None and isinstance(node, ast.AnnAssign):
+            text = f"{left}: {ast.unparse(node.annotation)} = 'something else'"
+            hits = both(me, lambda n: bool(n.made_by))
+            yield Mutation("a field's other default", target, tree.replaced(place, text), hits)
     if right is not None and isinstance(node, ast.Assign):
         annotated = tree.replaced(place, f"{left}: object = {right}")
         yield Mutation("harmless: annotated", target, annotated, none)
@@ -124,6 +140,7 @@ def of_class(tree: Tree, module: str, name: str, place: Place) -> Iterator[Mutat
         ),
         all_of_it,
     )
+    yield one("moved, not imported back", tree.taken_elsewhere(path, stem, name, files), there)
     factory = (
         f"_{name} = {name}\ndef {name}(*args, **kwargs):\n    return _{name}(*args, **kwargs)"
     )
@@ -156,12 +173,18 @@ def _dedented(lines: list[str], place: Place) -> str:
 def of_module(tree: Tree, module: str) -> Iterator[Mutation]:
     """All of one module."""
     path = tree.path_of(module)
+    if not (tree.root / path).is_file():
+        return  # of a need that is optional
     text = tree.text(path)
     stem = path.rpartition("/")[2].removesuffix(".py")
     all_of_it: Hits = lambda need: need.module == module and required(need)  # noqa: E731
 
     def here(need: Need) -> bool:
         return need.module == module
+
+    def is_there(need: Need) -> bool:
+        """What has to be there, or what is there and then has to be seen."""
+        return required(need) or tree.find(module, need.name.partition(".")[0]) is not None
 
     new = f"{path.removesuffix('.py')}_v2.py"
     rewritten = tree.imports_rewritten(stem, f"{stem}_v2")
@@ -174,7 +197,7 @@ def of_module(tree: Tree, module: str) -> Iterator[Mutation]:
         "module moved, the old one passes on",
         module,
         {new: text, path: shim},
-        both(here, lambda n: required(n) and n.kind.name != "NAME"),
+        both(here, is_there, lambda n: n.kind.name != "NAME"),
     )
     package = path.removesuffix(".py") + "/__init__.py"
     deeper = _deeper(text)
@@ -186,7 +209,7 @@ def of_module(tree: Tree, module: str) -> Iterator[Mutation]:
             package.replace("__init__", "core"): deeper,
             package: f"from .core import {names}\n",
         },
-        both(here, lambda n: required(n) and n.kind.name != "NAME"),
+        both(here, is_there, lambda n: n.kind.name != "NAME"),
     )
     yield Mutation(
         "harmless: module made a package", module, {path: None, package: deeper}, none
@@ -199,7 +222,8 @@ def of_module(tree: Tree, module: str) -> Iterator[Mutation]:
     star = tree.appended(path, f"from .{stem}_newer import *", {newer: "", path: text})
     hits = both(
         here,
-        lambda n: n.kind.name not in ("USED", "NAME") and (required(n) or "." not in n.name),
+        is_defined,
+        lambda n: n.kind.name != "NAME" and (is_there(n) if "." not in n.name else required(n)),
     )
     yield Mutation("star import at the end", module, star, hits)
     above = tree.at_top(path, f"from .{stem}_newer import *", {newer: "", path: text})
@@ -238,10 +262,51 @@ def _deeper(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def of_import(tree: Tree, module: str, name: str) -> Iterator[Mutation]:
+    """A name that the module has from elsewhere, under another name."""
+    path = tree.path_of(module)
+    new, found = f"{name}_v2", False
+    changed = copy.deepcopy(tree.tree(path))
+    for node in ast.walk(changed):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    alias.asname, found = new, True
+        elif isinstance(node, ast.Name) and node.id == name:
+            node.id = new
+    if found:
+        files: Files = {path: ast.unparse(changed) + "\n"}
+        yield Mutation(
+            "imported under another name",
+            f"{module}:{name}",
+            files,
+            either(named(module, name), _used_as(module, name)),
+        )
+
+
+def of_jobs(tree: Tree, module: str, getter: str, jobs: Sequence[str]) -> Iterator[Mutation]:
+    """The module has one more job for the executor, or an old one by another name."""
+    path, target = tree.path_of(module), f"{module}:{getter}"
+    hits: Hits = lambda n: n.module == module and n.kind is Kind.JOBS  # noqa: E731
+    call = f"await loop.run_in_executor({getter}(), _fuse_once_more)"
+    more = tree.appended(path, f"async def _fuse(loop):\n    {call}")
+    yield Mutation("an executor's job added", target, more, hits)
+    handed = re.compile(rf"({getter}\(\),\s*)\b({'|'.join(jobs)})\b")
+    found = handed.search(tree.text(path))
+    if found:
+        job = found[2]
+        renamed = {path: re.sub(rf"\b{job}\b", f"{job}_v2", tree.text(path))}
+        imported = re.sub(rf"(import .*)\b{job}_v2\b", rf"\1{job} as {job}_v2", renamed[path])
+        either_way = either(hits, _used_as(module, job))
+        yield Mutation("an executor's job renamed", target, {path: imported}, either_way)
+
+
+def _used_as(module: str, name: str) -> Hits:
+    return lambda n: n.module == module and n.kind is Kind.USED and n.name == name
+
+
 def of_used(tree: Tree, module: str, name: str) -> Iterator[Mutation]:
     """Nobody in the module asks for the name any more."""
-    import re
-
     path = tree.path_of(module)
     called = re.compile(rf"(?<!def )(?<!class )\b{re.escape(name)}\b")
     changed = called.sub(f"{name}_v2", tree.text(path))
@@ -249,7 +314,9 @@ def of_used(tree: Tree, module: str, name: str) -> Iterator[Mutation]:
         return
     # Imports keep their name, so that the module can be imported.
     changed = re.sub(rf"(import .*)\b{name}_v2\b", rf"\1{name} as {name}_v2", changed)
-    used: Hits = lambda n: n.module == module and n.kind.name == "USED" and n.name == name  # noqa: E731
+    used: Hits = lambda n: (  # noqa: E731
+        n.module == module and n.kind in (Kind.USED, Kind.JOBS) and n.name == name
+    )
     leaf: Hits = lambda n: (  # noqa: E731
         n.module == module
         and n.kind.name in ("VALUE", "NAME")

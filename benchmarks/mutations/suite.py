@@ -13,10 +13,10 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.mutations import functions, others
-from benchmarks.mutations.model import Mutation, Outcome
+from benchmarks.mutations.model import Mutation, Outcome, is_defined
 from benchmarks.mutations.tree import Function, Tree
 from omlx_admission.hooks import gate, install
-from omlx_admission.hooks.features import FEATURES
+from omlx_admission.hooks.features import FEATURES, MODULES
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.settings import Settings
 
@@ -40,13 +40,15 @@ def generate(root: Path) -> list[Mutation]:
 
 def _all(tree: Tree) -> Iterator[Mutation]:
     needs = all_needs()
-    named = [(n.module, n.name) for n in needs if n.kind is not Kind.USED]
+    named = [(n.module, n.name) for n in needs if is_defined(n)]
     # What holds a needed name is needed itself.
     named += [(module, name.partition(".")[0]) for module, name in named]
     for module, name in dict.fromkeys(named):
         place = tree.find(module, name)
         if place is None:
-            continue  # optional, or imported: its users are mutated as such
+            if any(n.kind is Kind.NAME and (n.module, n.name) == (module, name) for n in needs):
+                yield from others.of_import(tree, module, name)
+            continue  # else optional
         if isinstance(place.node, Function):
             yield from functions.mutations(tree, module, name, place)
         elif isinstance(place.node, ast.ClassDef):
@@ -54,8 +56,10 @@ def _all(tree: Tree) -> Iterator[Mutation]:
         else:
             yield from others.of_value(tree, module, name, place)
     for need in needs:
-        if need.kind is Kind.USED:
+        if not is_defined(need):
             yield from others.of_used(tree, need.module, need.name)
+        if need.kind is Kind.JOBS:
+            yield from others.of_jobs(tree, need.module, need.name, need.jobs)
     for module in dict.fromkeys(need.module for need in needs):
         yield from others.of_module(tree, module)
     yield from others.of_release(tree)
@@ -70,12 +74,24 @@ def _changes(tree: Tree, mutation: Mutation) -> bool:
 
 
 def sample(mutations: Sequence[Mutation], count: int) -> list[Mutation]:
-    """``count`` of them, the same ones each time, as many kinds of change as there can be."""
+    """``count`` of them, the same ones each time.
+
+    First a class of each module that something is applied to, under another name; then as
+    many kinds of change as there can be.
+    """
     order = sorted(mutations, key=lambda m: hashlib.sha256(m.name.encode()).digest())
     of_each_kind = {m.kind: m for m in reversed(order)}
-    first = {m.name for m in order if m is of_each_kind[m.kind]}
-    ranked = [m.name for m in order if m.name in first]
-    ranked += [m.name for m in order if m.name not in first]
+    classes = {m.target for m in order if m.kind == "class removed"}
+    renamed = [m for m in order if m.kind == "renamed everywhere" and m.target in classes]
+    of_each_module = {
+        module: m
+        for m in reversed(renamed)
+        if (module := m.target.partition(":")[0]) in MODULES
+    }
+    ranked = [m.name for m in of_each_module.values()]
+    ranked += [m.name for m in order if m is of_each_kind[m.kind]]
+    ranked += [m.name for m in order]
+    ranked = list(dict.fromkeys(ranked))
     chosen = {*ranked[:count]}
     return [m for m in mutations if m.name in chosen]
 
@@ -144,7 +160,8 @@ def quick_judging() -> Iterator[None]:
         return trees[module]
 
     def judge_once(source: gate.Source, need: Need) -> str | None:
-        if is_touched(source, need.module):
+        where = need.where.partition(":")[0]
+        if is_touched(source, need.module) or (where and is_touched(source, where)):
             return judge(source, need)
         if need not in known:
             known[need] = judge(source, need)

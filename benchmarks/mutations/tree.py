@@ -129,6 +129,32 @@ class Tree:
             if old in self.text(path)
         }
 
+    def taken_elsewhere(self, path: str, stem: str, name: str, files: Files) -> Files:
+        """``files``, in which ``name`` has left ``path``, and who imports it looks there."""
+        old = path.rpartition("/")[2].removesuffix(".py")
+        changed = dict(files)
+        for other in self.paths():
+            if other == path or f"{old} import" not in self.text(other):
+                continue
+            lines = self.text(other).splitlines()
+            imports = [n for n in ast.walk(self.tree(other)) if isinstance(n, ast.ImportFrom)]
+            for node in sorted(imports, key=lambda n: n.lineno, reverse=True):
+                package, dot, last = (node.module or "").rpartition(".")
+                if last != old or name not in [alias.name for alias in node.names]:
+                    continue
+                kept = [alias for alias in node.names if alias.name != name]
+                taken = [alias for alias in node.names if alias.name == name]
+                split = [ast.ImportFrom(f"{package}{dot}{stem}", taken, node.level)]
+                if kept:
+                    split.append(ast.ImportFrom(node.module, kept, node.level))
+                indent = " " * node.col_offset
+                new = [indent + ast.unparse(statement) for statement in split]
+                lines[node.lineno - 1 : node.end_lineno] = new
+            text = "\n".join(lines) + "\n"
+            if text.rstrip() != self.text(other).rstrip():
+                changed[other] = text
+        return changed
+
     def imports_rewritten(self, old: str, new: str) -> Files:
         """Each file with its imports of the module ``old`` (last part) renamed."""
         line = re.compile(rf"^(\s*(?:from\s+[\w.]*|import\s+[\w.]*))\b{old}\b(?!\s*=)", re.M)

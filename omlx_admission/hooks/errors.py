@@ -27,7 +27,8 @@ NATIVE = (
 
 NEEDS = (
     *requests_hook.NEEDS,
-    resident.GET_ENGINE,
+    # Wrapped with whatever it takes: all of it is passed on.
+    Need(resident.POOL, "EnginePool.get_engine", Kind.ASYNC),
     *exceptions.TOLD_APART,
     Need("omlx.server", "get_engine", Kind.USED),
 )

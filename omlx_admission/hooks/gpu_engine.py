@@ -21,10 +21,11 @@ from omlx_admission.runtime.gpu_turn import TurnAbandoned
 CORE = "omlx.engine_core"
 SCHEDULER = "omlx.scheduler"
 VLM = "omlx.engine.vlm"
+ACTIVITY = "omlx.decode_activity"
 
-STEP = Need(CORE, "EngineCore._step_burst", Kind.SYNC, ())
+STEP = Need(CORE, "EngineCore._step_burst", Kind.SYNC, (), returns=("list[...]",))
 FAIL_ALL = Need(SCHEDULER, "Scheduler.fail_all_requests", Kind.SYNC, ())
-VISION = Need(VLM, "VLMBatchedEngine._process_chat_messages", Kind.SYNC)
+VISION = Need(VLM, "VLMBatchedEngine._process_chat_messages", Kind.SYNC, optional=True)
 STOP = Need(CORE, "EngineCore.stop", Kind.ASYNC, ())
 CLOSE = Need(CORE, "EngineCore.close", Kind.SYNC, ())
 SCHEDULER_VALUE = Need(CORE, "EngineCore.scheduler", Kind.VALUE, made_by=("Scheduler",))
@@ -37,6 +38,7 @@ CALLED = (
 NEEDS = (
     STEP,
     FAIL_ALL,
+    VISION,
     STOP,
     CLOSE,
     SCHEDULER_VALUE,
@@ -46,7 +48,22 @@ NEEDS = (
     Need(SCHEDULER, "Scheduler", Kind.CLASS, attachable=True),
     Need(SCHEDULER, "Scheduler.running", Kind.VALUE, made_by=("dict", "OrderedDict")),
     Need(SCHEDULER, "Scheduler._stream", Kind.VALUE),
-    Need(SCHEDULER, "Scheduler.has_requests", Kind.SYNC, ()),
+    Need(SCHEDULER, "Scheduler.has_requests", Kind.SYNC, (), returns=("bool",)),
+    # Since 0.6.0 engines tell each other that they decode.
+    Need(ACTIVITY, "get_decode_activity", Kind.SYNC, (), optional=True),
+    Need(
+        SCHEDULER,
+        "Scheduler._decode_activity_key",
+        Kind.VALUE,
+        where=f"{ACTIVITY}:get_decode_activity",
+    ),
+    Need(
+        ACTIVITY,
+        "DecodeActivityRegistry.publish",
+        Kind.SYNC,
+        ("key", "running_count"),
+        optional=True,
+    ),
 )
 
 #: Methods of later releases that work ahead on the engine's thread, if they are there.
@@ -260,5 +277,4 @@ def apply_scheduler(module: Any, ledger: Ledger) -> None:
 
 def apply_vlm(module: Any, ledger: Ledger) -> None:
     """Wrap vision encoding where this oMLX has it."""
-    if hasattr(module.VLMBatchedEngine, "_process_chat_messages"):
-        ledger.wrap(module, "VLMBatchedEngine._process_chat_messages", vision)
+    ledger.wrap_if_there(module, "VLMBatchedEngine._process_chat_messages", vision)

@@ -37,10 +37,24 @@ EXECUTOR = Need(
     Kind.SYNC,
     (),
     exact=True,
-    returns=("concurrent.futures.ThreadPoolExecutor", "ThreadPoolExecutor"),
+    returns=("ThreadPoolExecutor",),
 )
 #: Where the executor is kept once it is there.
 EXECUTOR_VALUE = Need(CORE, "_global_mlx_executor", Kind.VALUE)
+
+EMBED = Need(EMBEDDING, "MLXEmbeddingModel.embed", Kind.SYNC)
+RERANK = Need(RERANKER, "MLXRerankerModel.rerank", Kind.SYNC)
+DFLASH_EVENTS = Need(DFLASH, "DFlashEngine._stream_dflash_events", Kind.SYNC, optional=True)
+#: The models that are wrapped themselves, and where they are in the middle of long work.
+MODEL_NEEDS = (
+    EMBED,
+    RERANK,
+    *(
+        Need(RERANKER, f"MLXRerankerModel.{name}", Kind.SYNC, optional=True)
+        for name in ("_get_jina_hidden_states", "_rerank_causal_lm")
+    ),
+    DFLASH_EVENTS,
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,11 @@ JOBS: dict[tuple[str | None, str], Treatment] = {
     ("dflash", "_run_generate_streaming"): replace(_DFLASH, answers=True),
     (None, "_sync_and_clear_cache"): _CLEAR,
 }
+
+
+def names_in(module: str) -> tuple[str, ...]:
+    """Names of the jobs that are known in one module (its last part); see `Kind.JOBS`."""
+    return ("clear_cache", *(name for part, name in JOBS if part in (module, None)))
 
 
 @dataclass(frozen=True)
@@ -333,7 +352,7 @@ class _PausingModel:
 
 def causal_documents(wrapped: Any, reranker: Any, args: Any, kwargs: Any) -> Any:
     """A language model as reranker: one forward per document."""
-    model = reranker.model
+    model = getattr(reranker, "model", None)
     if not callable(model) or isinstance(model, _PausingModel):
         return wrapped(*args, **kwargs)
     reranker.model = _PausingModel(model)
@@ -363,27 +382,24 @@ def apply_core(module: Any, ledger: Ledger) -> None:
 
 def apply_embedding(module: Any, ledger: Ledger) -> None:
     """Wrap the embedder's forward."""
-    ledger.wrap(module, "MLXEmbeddingModel.embed", embed)
+    ledger.wrap_if_there(module, "MLXEmbeddingModel.embed", embed)
 
 
 def apply_reranker(module: Any, ledger: Ledger) -> None:
     """Wrap the reranker, and its forwards where it makes many."""
-    ledger.wrap(module, "MLXRerankerModel.rerank", rerank)
     for name, wrapper in (
+        ("rerank", rerank),
         ("_get_jina_hidden_states", jina_forward),
         ("_rerank_causal_lm", causal_documents),
     ):
-        if hasattr(module.MLXRerankerModel, name):
-            ledger.wrap(module, f"MLXRerankerModel.{name}", wrapper)
+        ledger.wrap_if_there(module, f"MLXRerankerModel.{name}", wrapper)
 
 
 def apply_dflash(module: Any, ledger: Ledger) -> None:
     """Pause between the events of a DFlash generation."""
-    if hasattr(module.DFlashEngine, "_stream_dflash_events"):
-        ledger.wrap(module, "DFlashEngine._stream_dflash_events", dflash_events)
+    ledger.wrap_if_there(module, "DFlashEngine._stream_dflash_events", dflash_events)
 
 
 def apply_diffusion(module: Any, ledger: Ledger) -> None:
     """Pause between mlx-vlm's denoising steps."""
-    if hasattr(module, "stream_diffusion_generate"):
-        ledger.wrap(module, "stream_diffusion_generate", diffusion_steps)
+    ledger.wrap_if_there(module, "stream_diffusion_generate", diffusion_steps)

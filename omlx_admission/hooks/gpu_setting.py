@@ -39,7 +39,7 @@ NEEDS = (
         "SchedulerSettings.to_dict",
         Kind.SYNC,
         (),
-        returns=("dict[str, Any]", "dict[str, object]", "dict", "Dict[str, Any]"),
+        returns=("dict[...]",),
     ),
     Need(MODULE, "from_dict", Kind.USED),
     Need(MODULE, "to_dict", Kind.USED),

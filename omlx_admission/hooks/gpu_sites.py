@@ -5,9 +5,9 @@ A site that is not covered says why. Shares of GPU time are of reports §2 where
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from omlx_admission.hooks import gpu_engine, gpu_jobs
+from omlx_admission.hooks import gpu_engine, gpu_jobs, load_thread
 from omlx_admission.hooks.gate import Kind, Need, Source
 
 
@@ -19,12 +19,22 @@ class Site:
         covered: the turn is held there.
         note: how it is held, or why it is not.
         anchor: what of oMLX it hangs on; where that is missing, so is the site.
+        jobs: the module's jobs for the global executor, by which it is recognised; where
+            one is not known, nobody can say that it is covered.
     """
 
     name: str
     covered: bool
     note: str
     anchor: Need | None = None
+    jobs: Need | None = None
+
+
+def _jobs(module: str, *others: str) -> Need:
+    """All jobs of one engine's module: those that are treated, and ``others`` that need
+    no turn (loads, and what stays on the CPU)."""
+    known = gpu_jobs.names_in(module)
+    return Need(f"omlx.engine.{module}", "get_mlx_executor", Kind.JOBS, jobs=(*known, *others))
 
 
 SITES: tuple[Site, ...] = (
@@ -41,24 +51,32 @@ SITES: tuple[Site, ...] = (
         f"waits at most {5:.0f} s, then goes on without: clean-up must happen",
         gpu_engine.FAIL_ALL,
     ),
-    Site("vision encoding", True, "one chat's images and audio a turn", gpu_engine.VISION),
+    Site(
+        "vision encoding",
+        True,
+        "one chat's images and audio a turn",
+        replace(gpu_engine.VISION, optional=False),
+    ),
     Site(
         "embedding",
         True,
         "one forward a turn, inside any fairness wait of oMLX's own",
-        Need(gpu_jobs.EMBEDDING, "MLXEmbeddingModel.embed", Kind.SYNC),
+        gpu_jobs.EMBED,
+        _jobs("embedding", "load", "close"),
     ),
     Site(
         "reranker",
         True,
         "others get their turn between two forwards",
-        Need(gpu_jobs.RERANKER, "MLXRerankerModel.rerank", Kind.SYNC),
+        gpu_jobs.RERANK,
+        _jobs("reranker", "load", "close"),
     ),
     Site(
         "text to speech",
         True,
         "one chunk of audio a turn",
         Need("omlx.engine.tts", "TTSEngine", Kind.CLASS),
+        _jobs("tts", "_load_sync"),
     ),
     Site(
         "speech to text",
@@ -67,12 +85,14 @@ SITES: tuple[Site, ...] = (
         "the model decodes window by window (Whisper, Parakeet, Qwen3-ASR), else the whole "
         "file is one turn",
         Need("omlx.engine.stt", "STTEngine", Kind.CLASS),
+        _jobs("stt", "_load_sync", "_load_audio_samples"),
     ),
     Site(
         "speech to speech",
         True,
         "one file is one turn: its models offer no step between",
         Need("omlx.engine.sts", "STSEngine", Kind.CLASS),
+        _jobs("sts", "_load_sync"),
     ),
     Site(
         "diffusion",
@@ -84,13 +104,15 @@ SITES: tuple[Site, ...] = (
             Kind.SYNC,
             generator=True,
         ),
+        replace(_jobs("vlm"), jobs=load_thread.KNOWN),
     ),
     Site(
         "DFlash",
         True,
         "others get their turn between two events; a stream of its own library is waited "
         "for by the evaluation of each event only",
-        Need(gpu_jobs.DFLASH, "DFlashEngine._stream_dflash_events", Kind.SYNC),
+        replace(gpu_jobs.DFLASH_EVENTS, optional=False),
+        _jobs("dflash", "_load_models"),
     ),
     *(
         Site(
@@ -150,4 +172,12 @@ def present(source: Source | None) -> list[Site]:
     """The sites of one oMLX, by its source; all of them without one."""
     if source is None:
         return list(SITES)
-    return [s for s in SITES if s.anchor is None or source.problem(s.anchor) is None]
+    found = []
+    for site in SITES:
+        if site.anchor is not None and source.problem(site.anchor) is not None:
+            continue
+        unknown = None if site.jobs is None else source.problem(site.jobs)
+        if unknown is not None:
+            site = replace(site, covered=False, note=f"not known in this oMLX: {unknown}")
+        found.append(site)
+    return found

@@ -29,6 +29,7 @@ SERVER = "omlx.server"
 POOL = "omlx.engine_pool"
 MTP = "omlx.patches.mlx_lm_mtp.batch_generator"
 FATAL = "omlx.utils.fatal"
+REQUEST = "omlx.request"
 
 FAULT_NEEDS = (
     gpu_engine.STEP,
@@ -39,17 +40,27 @@ FAULT_NEEDS = (
     gpu_engine.SCHEDULER_VALUE,
     *gpu_engine.CALLED,
     gpu_jobs.EXECUTOR_VALUE,
+    gpu_engine.VISION,
+    Need(gpu_engine.CORE, "EngineCore.config", Kind.VALUE),
+    # MLX's own functions are wrapped where the engine core has them from.
+    Need(gpu_engine.CORE, "mx", Kind.NAME),
     Need(gpu_engine.CORE, "EngineCore._reap_orphaned_collectors", Kind.SYNC, ("now",)),
     Need(gpu_engine.CORE, "_reap_orphaned_collectors", Kind.USED),
     Need(gpu_engine.SCHEDULER, "Scheduler.waiting", Kind.VALUE),
     Need(
         gpu_engine.SCHEDULER, "Scheduler.running", Kind.VALUE, made_by=("dict", "OrderedDict")
     ),
+    Need(gpu_engine.SCHEDULER, "SchedulerOutput.outputs", Kind.VALUE),
+    # How long the context of an engine's longest request is, and what one has failed of.
+    Need(REQUEST, "Request.num_prompt_tokens", Kind.VALUE, types=("int",)),
+    Need(REQUEST, "Request.output_token_ids", Kind.VALUE, types=("list[...]",)),
+    Need(REQUEST, "RequestOutput.error", Kind.VALUE, types=("str | None",)),
 )
 EXPOSURE_NEEDS = (
     *FAULT_NEEDS,
     Need(SERVER, "init_server", Kind.SYNC),
     Need(POOL, "EnginePool.shutdown", Kind.ASYNC),
+    Need(MTP, "_reconcile_mtp_to_standard", Kind.SYNC, optional=True),
 )
 LOCKOUT_NEEDS = (
     *FAULT_NEEDS,
@@ -294,8 +305,7 @@ def apply_scheduler(module: Any, ledger: Ledger) -> None:
 
 def apply_vlm(module: Any, ledger: Ledger) -> None:
     """Watch vision encoding."""
-    if hasattr(module.VLMBatchedEngine, "_process_chat_messages"):
-        ledger.wrap(module, "VLMBatchedEngine._process_chat_messages", vision)
+    ledger.wrap_if_there(module, "VLMBatchedEngine._process_chat_messages", vision)
 
 
 def apply_server(module: Any, ledger: Ledger) -> None:
@@ -310,8 +320,7 @@ def apply_pool(module: Any, ledger: Ledger) -> None:
 
 def apply_mtp(module: Any, ledger: Ledger) -> None:
     """Show reconcile replays without DEBUG."""
-    if hasattr(module, "_reconcile_mtp_to_standard"):
-        ledger.wrap(module, "_reconcile_mtp_to_standard", reconcile)
+    ledger.wrap_if_there(module, "_reconcile_mtp_to_standard", reconcile)
 
 
 def apply_exit(_module: Any, ledger: Ledger) -> None:
@@ -358,6 +367,6 @@ def parts(part: Any) -> tuple[Any, ...]:
     rows.append(part("exposure", POOL, lambda m, ledger, _w: apply_pool(m, ledger)))
     rows.append(part("exposure", MTP, lambda m, ledger, _w: apply_mtp(m, ledger), True))
     rows.append(
-        part("gpu_lockout", gpu_engine.CORE, lambda m, ledger, _w: apply_exit(m, ledger), True)
+        part("gpu_lockout", gpu_engine.CORE, lambda m, ledger, _w: apply_exit(m, ledger))
     )
     return tuple(rows)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omlx_admission.hooks import faults
+from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.own import NOTHING, Own
@@ -182,6 +183,14 @@ _UNLOADS = (
     "prepare_cluster_reload",
     "request_unload",
     "unload_if_idle_unpinned",
+)
+
+
+#: They are wrapped by a coroutine function, on the releases that have them.
+NEEDS = tuple(
+    Need("omlx.engine_pool", f"EnginePool.{name}", Kind.ASYNC, ("model_id",), optional=True)
+    for name in _UNLOADS
+    if name != "_unload_engine"
 )
 
 

@@ -46,5 +46,6 @@ def refusal(path: str, entry: Any) -> Refusal | None:
     if served is None or kind in served or kind not in _KINDS:
         return None
     what, route = _KINDS[kind]
-    text = f"Model '{entry.model_id}' is {what}, which this route cannot serve: use {route}."
+    name = getattr(entry, "model_id", "?")
+    text = f"Model '{name}' is {what}, which this route cannot serve: use {route}."
     return Refusal(400, "wrong_model_kind", text)

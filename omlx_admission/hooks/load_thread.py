@@ -30,19 +30,7 @@ from omlx_admission.hooks.ledger import Ledger
 BATCHED = "omlx.engine.batched"
 VLM = "omlx.engine.vlm"
 LOADING = "omlx.utils.model_loading"
-
-NEEDS = (
-    gpu_jobs.EXECUTOR,
-    Need(BATCHED, "BatchedEngine.start", Kind.ASYNC, ()),
-    Need(VLM, "VLMBatchedEngine.start", Kind.ASYNC, ()),
-    # The jobs go by these names; what one made lazily the next one has to evaluate.
-    *(
-        Need(BATCHED, name, Kind.USED)
-        for name in ("_load_model_sync", "materialize_lazy_state")
-    ),
-    *(Need(VLM, name, Kind.USED) for name in ("_load_vlm_sync", "materialize_lazy_state")),
-    Need(LOADING, "materialize_lazy_state", Kind.SYNC, ("model",)),
-)
+CACHE = "omlx.utils.compile_cache"
 
 #: Jobs of a text or vision model's load, and of a draft model's, which both end on the
 #: engine's thread. What follows the first one touches what it made: all or none.
@@ -57,6 +45,25 @@ LOADS = frozenset(
         "_load_draft",
         "_load_drafter_sync",
     }
+)
+
+#: What the text and vision modules may hand to the global thread: a job of a load that is
+#: not known would run there, on arrays that are not evaluated yet.
+KNOWN = (*sorted(LOADS), *gpu_jobs.names_in("vlm"))
+
+NEEDS = (
+    gpu_jobs.EXECUTOR,
+    Need(BATCHED, "BatchedEngine.start", Kind.ASYNC, ()),
+    Need(VLM, "VLMBatchedEngine.start", Kind.ASYNC, ()),
+    # The jobs go by these names; what one made lazily the next one has to evaluate.
+    *(
+        Need(BATCHED, name, Kind.USED)
+        for name in ("_load_model_sync", "materialize_lazy_state")
+    ),
+    *(Need(VLM, name, Kind.USED) for name in ("_load_vlm_sync", "materialize_lazy_state")),
+    Need(LOADING, "materialize_lazy_state", Kind.SYNC, ("model",)),
+    Need(CACHE, "clear_thread_compile_cache", Kind.SYNC, (), optional=True),
+    *(Need(module, "get_mlx_executor", Kind.JOBS, jobs=KNOWN) for module in (BATCHED, VLM)),
 )
 
 NAME = "mlx-load"
@@ -126,9 +133,10 @@ def _tidy() -> None:
     import mlx.core as mx
 
     mx.synchronize()
-    cache = sys.modules.get("omlx.utils.compile_cache")
-    if cache is not None:
-        cache.clear_thread_compile_cache()
+    cache = sys.modules.get(CACHE)
+    clear = getattr(cache, "clear_thread_compile_cache", None)
+    if clear is not None:
+        clear()
 
 
 def apply(module: Any, ledger: Ledger) -> None:

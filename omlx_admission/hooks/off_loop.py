@@ -27,6 +27,21 @@ BATCHED = "omlx.engine.batched"
 VLM = gpu_engine.VLM
 CORE = gpu_engine.CORE
 
+#: What works, or means the same, on the event loop's own thread only.
+ON_THE_LOOP = (
+    "get_running_loop",
+    "get_event_loop",
+    "current_task",
+    "create_task",
+    "ensure_future",
+    "create_future",
+    "run_in_executor",
+    "call_soon",
+    "call_later",
+    "call_at",
+    "add_done_callback",
+)
+
 NEEDS = (
     gpu_engine.STOP,
     gpu_engine.CLOSE,
@@ -41,7 +56,17 @@ NEEDS = (
             Need(module, f"{name}.start", Kind.ASYNC, ()),
             # All that it awaits is the core's stop, which finds nothing to do the
             # second time: what is left never gives the loop back.
-            Need(module, f"{name}.stop", Kind.ASYNC, (), exact=True, awaits=("stop",)),
+            Need(
+                module,
+                f"{name}.stop",
+                Kind.ASYNC,
+                (),
+                exact=True,
+                awaits=("stop",),
+                without=ON_THE_LOOP,
+            ),
+            Need(module, f"{name}._engine", Kind.VALUE),
+            Need(module, f"{name}._loaded", Kind.VALUE),
         )
     ),
     # Without the mark of the resident path the engine would be handed out meanwhile.

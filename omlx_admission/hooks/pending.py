@@ -15,7 +15,7 @@ import contextvars
 import logging
 from typing import Any
 
-from omlx_admission.hooks import faults
+from omlx_admission.hooks import faults, resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.pool_port import OmlxPool
 from omlx_admission.hooks.pool_state import marked_by_us, state_of
@@ -23,13 +23,19 @@ from omlx_admission.hooks.pool_state import marked_by_us, state_of
 logger = logging.getLogger("omlx.admission")
 
 NEEDS = (
+    resident.UNLOAD_PENDING,
+    resident.ENFORCER,
+    resident.flag("abort_requested"),
+    resident.flag("pending_unload_allow_pinned", optional=True),
+    # What it says is compared with a word.
     Need(
-        "omlx.engine_pool",
-        "EnginePool._unload_pending_if_idle_locked",
-        Kind.ASYNC,
-        ("model_id",),
+        "omlx.process_memory_enforcer",
+        "ProcessMemoryEnforcer.get_pressure_level",
+        Kind.SYNC,
+        (),
+        returns=("str",),
+        optional=True,
     ),
-    Need("omlx.engine_pool", "EngineEntry.abort_requested", Kind.VALUE),
 )
 
 #: Seconds between two looks at a marked model that is still in use.

@@ -28,15 +28,43 @@ from omlx_admission.runtime.refusal import Refusal
 #: What :meth:`OmlxPool.view` reads.
 VIEW_NEEDS = (
     Need(resident.POOL, "EnginePool._current_model_memory", Kind.VALUE, made_by=()),
-    Need(resident.POOL, "EnginePool._current_ceiling", Kind.SYNC, ()),
-    Need(resident.POOL, "EnginePool._fallback_admission_ceiling", Kind.SYNC, (), optional=True),
+    Need(resident.POOL, "EnginePool._current_ceiling", Kind.SYNC, (), returns=("int",)),
     Need(
-        resident.POOL, "EnginePool._entry_resident_size", Kind.SYNC, ("entry",), optional=True
+        resident.POOL,
+        "EnginePool._fallback_admission_ceiling",
+        Kind.SYNC,
+        (),
+        returns=("int",),
+        optional=True,
     ),
-    Need(resident.POOL, "EngineEntry.estimated_size", Kind.VALUE),
+    Need(
+        resident.POOL,
+        "EnginePool._entry_resident_size",
+        Kind.SYNC,
+        ("entry",),
+        returns=("int",),
+        optional=True,
+    ),
+    Need(
+        resident.POOL,
+        "EnginePool._entry_has_scheduler_work",
+        Kind.SYNC,
+        ("entry",),
+        returns=("bool",),
+        optional=True,
+    ),
+    Need(resident.POOL, "EngineEntry.estimated_size", Kind.VALUE, types=("int",)),
     Need(resident.POOL, "mx", Kind.NAME),
+    # Here it may be imported from anywhere; how it is called is seen where it is defined.
     Need(resident.POOL, "get_phys_footprint", Kind.NAME),
-    Need("omlx.engine.base", "BaseEngine.has_active_requests", Kind.SYNC, ()),
+    Need("omlx.utils.proc_memory", "get_phys_footprint", Kind.SYNC, (), returns=("int",)),
+    Need(
+        "omlx.engine.base",
+        "BaseEngine.has_active_requests",
+        Kind.SYNC,
+        (),
+        returns=("bool",),
+    ),
 )
 
 #: Victims that the load of the current task has planned; read by the wrapper of

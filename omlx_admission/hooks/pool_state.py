@@ -25,8 +25,8 @@ UNLOAD_REASON = "admission unload"
 class Verified(NamedTuple):
     """An engine that passed all of stock's checks, and what that depended on.
 
-    Every part is compared by identity: the settings manager puts a new object in
-    place at each change and hands out copies only. The engine is referenced
+    Every part is compared by identity, the settings by value too: a change may put a
+    new object in place or write into the one that is there. The engine is referenced
     weakly; its weights must go when the pool lets go of it.
     """
 
@@ -34,6 +34,7 @@ class Verified(NamedTuple):
     signature: object
     manager: Any
     settings: object
+    values: dict[str, Any] | None
 
 
 class PoolState:

@@ -42,9 +42,8 @@ NEEDS = (
     resident.LOCK,
     *VIEW_NEEDS,
     Need(POOL, "EnginePool._settings_manager", Kind.VALUE),
-    Need(
-        POOL, "EnginePool._find_lru_victim", Kind.SYNC, returns=("str | None", "Optional[str]")
-    ),
+    Need("omlx.model_settings", "ModelSettingsManager.get_settings", Kind.SYNC, ("model_id",)),
+    Need(POOL, "EnginePool._find_lru_victim", Kind.SYNC, returns=("str | None",)),
     Need(POOL, "_find_lru_victim", Kind.USED),
     Need(POOL, "EnginePool._load_engine", Kind.ASYNC),
     Need(POOL, "VLMBatchedEngine", Kind.NAME),
@@ -53,6 +52,7 @@ NEEDS = (
         "EnginePool._entry_runtime_resident_size",
         Kind.SYNC,
         ("entry", "runtime_settings", "*", "base_size"),
+        returns=("int",),
         optional=True,
     ),
     Need(
@@ -67,6 +67,7 @@ NEEDS = (
         "EnginePool._ceiling_binding_and_advice",
         Kind.SYNC,
         ("*", "ceiling", "current", "tail"),
+        returns=("tuple[str | None, str | None]", "tuple[str, str]"),
         optional=True,
     ),
     *resident.RELEASE,
@@ -78,14 +79,11 @@ NEEDS = (
         "EnginePool._mark_pending_unload_locked",
         Kind.SYNC,
         ("model_id", "reason"),
+        returns=("bool",),
     ),
-    Need(
-        POOL,
-        "EnginePool._engine_runtime_signature",
-        Kind.SYNC,
-        ("model_id", "runtime_settings"),
-    ),
-    Need(POOL, "EnginePool._validate_llm_engine_ready", Kind.SYNC, ("model_id", "engine")),
+    resident.SIGNATURE,
+    resident.VALIDATE,
+    *holding.NEEDS,
     Need(POOL, "EnginePool._raise_if_load_failed", Kind.SYNC, ("model_id", "entry")),
     Need(
         POOL,
@@ -96,6 +94,8 @@ NEEDS = (
     *resident.ENTRY,
     *pending.NEEDS,
     Need(POOL, "EngineEntry.engine_type", Kind.VALUE),
+    Need(POOL, "EngineEntry.model_id", Kind.VALUE, types=("str",)),
+    Need(POOL, "EngineEntry.text_only_size", Kind.VALUE, types=("int",), optional=True),
     *exceptions.RAISED,
     # What stock says by these is what the queue waits for.
     Need(POOL, "InsufficientMemoryError", Kind.USED),

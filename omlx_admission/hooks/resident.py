@@ -8,6 +8,7 @@ the same natively (its ``_acquire_loaded_engine``), and there this stands aside.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 import weakref
 from typing import Any
@@ -27,9 +28,8 @@ GET_ENGINE = Need(
     ("model_id", "force_lm=False", "_lease=False", "runtime_settings=None"),
     exact=True,
 )
-UNLOAD = Need(
-    POOL, "EnginePool._unload_engine", Kind.ASYNC, ("model_id",), exact=True, returns=("None",)
-)
+#: What else it may come to take is passed on by all who wrap it.
+UNLOAD = Need(POOL, "EnginePool._unload_engine", Kind.ASYNC, ("model_id",), returns=("None",))
 RELEASE = (
     Need(
         POOL,
@@ -59,20 +59,69 @@ SERVED = (
     Need("omlx.server", "EnginePool", Kind.USED),
     Need("omlx.server", "get_engine", Kind.USED),
     Need("omlx.server", "release_engine", Kind.USED),
+    # Where it is there, a lease is given back by it.
+    Need(
+        POOL,
+        "_release_engine_lease",
+        Kind.USED,
+        where=f"{POOL}:EnginePool._release_engine_lease",
+    ),
     Need(POOL, "_load_engine", Kind.USED),
     Need(POOL, "_unload_engine", Kind.USED),
 )
-ENTRY = tuple(
-    Need(POOL, f"EngineEntry.{name}", Kind.VALUE)
-    for name in (
-        "engine",
-        "last_access",
-        "is_loading",
-        "is_pinned",
-        "in_use",
-        "pending_unload_reason",
-        "runtime_settings_signature",
+
+
+def flag(name: str, optional: bool = False) -> Need:
+    """A field of the entry that is true or false, and false at first."""
+    return Need(
+        POOL,
+        f"EngineEntry.{name}",
+        Kind.VALUE,
+        made_by=("False",),
+        types=("bool",),
+        optional=optional,
     )
+
+
+ENTRY = (
+    *(
+        Need(POOL, f"EngineEntry.{name}", Kind.VALUE, made_by=("None",))
+        for name in ("engine", "runtime_settings_signature")
+    ),
+    Need(POOL, "EngineEntry.last_access", Kind.VALUE, made_by=("0.0",), types=("float",)),
+    flag("is_loading"),
+    flag("is_pinned"),
+    Need(POOL, "EngineEntry.in_use", Kind.VALUE, made_by=("0",), types=("int",)),
+    Need(
+        POOL,
+        "EngineEntry.pending_unload_reason",
+        Kind.VALUE,
+        made_by=("None",),
+        types=("str | None",),
+    ),
+)
+#: How a settings variant is told, and what stock says of a loaded engine that is broken.
+SIGNATURE = Need(
+    POOL,
+    "EnginePool._engine_runtime_signature",
+    Kind.SYNC,
+    ("model_id", "runtime_settings"),
+)
+VALIDATE = Need(
+    POOL,
+    "EnginePool._validate_llm_engine_ready",
+    Kind.SYNC,
+    ("model_id", "engine"),
+    returns=("None",),
+)
+#: Whoever frees memory by its own rules; None before a server has one.
+ENFORCER = Need(POOL, "EnginePool._process_memory_enforcer", Kind.VALUE)
+UNLOAD_PENDING = Need(
+    POOL,
+    "EnginePool._unload_pending_if_idle_locked",
+    Kind.ASYNC,
+    ("model_id",),
+    returns=("bool",),
 )
 
 NEEDS = (
@@ -84,15 +133,11 @@ NEEDS = (
     Need(POOL, "EnginePool._settings_manager", Kind.VALUE),
     # A forced text load replaces a vision engine, and is told by its class.
     Need(POOL, "VLMBatchedEngine", Kind.NAME),
-    Need(
-        POOL,
-        "EnginePool._engine_runtime_signature",
-        Kind.SYNC,
-        ("model_id", "runtime_settings"),
-    ),
-    Need(POOL, "EnginePool._validate_llm_engine_ready", Kind.SYNC, ("model_id", "engine")),
+    SIGNATURE,
+    VALIDATE,
     *RELEASE,
-    Need(POOL, "EnginePool._unload_pending_if_idle_locked", Kind.ASYNC, ("model_id",)),
+    UNLOAD_PENDING,
+    *holding.NEEDS,
     *SERVED,
     *ENTRY,
 )
@@ -187,15 +232,17 @@ def verified_engine(pool: Any, state: PoolState, model_id: str) -> Any:
     manager = pool._settings_manager
     if manager is not seen.manager:
         return None
-    if manager is not None and manager._settings.get(model_id) is not seen.settings:
-        return None
+    if manager is not None:
+        stored = manager._settings.get(model_id)
+        if stored is not seen.settings or (stored is not None and vars(stored) != seen.values):
+            return None
     return engine
 
 
 def _remember(pool: Any, state: PoolState, model_id: str, entry: Any) -> None:
     """Keep what :func:`verified_engine` compares, where this oMLX keeps it as known."""
     manager = pool._settings_manager
-    stored = None
+    stored, values = None, None
     if manager is not None:
         by_model = getattr(manager, "_settings", None)
         if not isinstance(by_model, dict):
@@ -203,10 +250,13 @@ def _remember(pool: Any, state: PoolState, model_id: str, entry: Any) -> None:
         stored = by_model.get(model_id)
     try:
         engine = weakref.ref(entry.engine)
+        if stored is not None:
+            # Whether a change puts a new object in its place is this oMLX's own affair.
+            values = copy.deepcopy(dict(vars(stored)))
     except TypeError:
         return
     state.verified[model_id] = Verified(
-        engine, entry.runtime_settings_signature, manager, stored
+        engine, entry.runtime_settings_signature, manager, stored, values
     )
 
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omlx_admission.hooks import faults, holding, resident, unload_modes
+from omlx_admission.hooks import requests as requests_hook
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_port import OmlxPool
@@ -49,10 +50,27 @@ POOL = resident.POOL
 ADMIN = "omlx.admin.routes"
 
 NEEDS = (
+    # Who asks is told by its request.
+    *requests_hook.NEEDS,
     resident.UNLOAD,
+    resident.ENTRIES,
+    resident.ENFORCER,
     Need(POOL, "EnginePool.get_entry", Kind.SYNC, ("model_id",)),
-    Need(POOL, "EnginePool._entries", Kind.VALUE),
-    Need(POOL, "EnginePool.get_loaded_model_ids", Kind.SYNC),
+    Need(
+        POOL,
+        "EnginePool.get_loaded_model_ids",
+        Kind.SYNC,
+        (),
+        returns=("list[str]", "set[str]", "tuple[str, ...]"),
+    ),
+    Need(
+        POOL,
+        "EnginePool.request_unload",
+        Kind.ASYNC,
+        ("model_id",),
+        returns=("bool",),
+        optional=True,
+    ),
     Need(ADMIN, "_apply_model_dirs_runtime", Kind.ASYNC),
     Need(ADMIN, "_get_engine_pool", Kind.VALUE),
     *resident.ENTRY,

@@ -353,6 +353,15 @@ def test_without_the_resident_path_stock_closes_on_the_loop(bench: Bench) -> Non
         ("await asyncio.to_thread(self._engine.engine.close)", "awaits to_thread, expected"),
         ("async with self._lock:\n            self._engine.close()", "a with statement"),
         ("await self._done", "awaits _done"),
+        (
+            "asyncio.get_running_loop().call_soon(print)\n        await self._engine.stop()",
+            "uses call_soon",
+        ),
+        (
+            "task = asyncio.create_task(self._tidy())\n        await self._engine.stop()",
+            "uses create_task",
+        ),
+        ("asyncio.ensure_future(self._tidy())", "uses ensure_future"),
     ],
 )
 def test_a_stop_that_awaits_more_is_left_alone(

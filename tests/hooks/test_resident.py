@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from omlx_admission.hooks import resident
+from omlx_admission.hooks.pool_state import state_of
 
 from .conftest import House, run, settle, until
 
@@ -165,5 +169,32 @@ def test_a_fault_of_ours_lets_stock_answer(
         assert await house.get("d", lease=False) is engine
         assert await house.get("d", lease=False) is engine
         assert caplog.text.count("resident path failed") == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_settings_that_have_changed_are_looked_at_again(
+    make_house: Make, tmp_path: Path, in_place: bool
+) -> None:
+    async def test() -> None:
+        from omlx.model_settings import ModelSettings, ModelSettingsManager
+
+        house = make_house(features={"resident"})
+        manager = ModelSettingsManager(tmp_path)
+        house.pool._settings_manager = manager
+        manager.set_settings("d", ModelSettings(model_alias="one"))
+        first = await house.get("d", lease=False)
+        state = state_of(house.pool)
+        assert await house.get("d", lease=False) is first
+        assert resident.verified_engine(house.pool, state, "d") is first
+        if in_place:
+            vars(manager._settings["d"])["model_alias"] = "two"
+        else:
+            manager.set_settings("d", ModelSettings(model_alias="two"))
+        # What they mean for a loaded engine is stock's to say.
+        assert resident.verified_engine(house.pool, state, "d") is None
+        assert await house.get("d", lease=False) is first
+        assert resident.verified_engine(house.pool, state, "d") is first
 
     run(test)

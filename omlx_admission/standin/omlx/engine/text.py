@@ -5,13 +5,12 @@ No counterpart in oMLX, where each kind has all of this for itself.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from ..engine_core import AsyncEngineCore, EngineConfig, get_mlx_executor
+from ..engine_core import AsyncEngineCore, EngineConfig
 from ..request import RequestOutput, SamplingParams
 from ..scheduler import SchedulerConfig
 from .base import BaseEngine, GenerationOutput, _run_scheduler_preflight_with_cleanup_retry
@@ -65,16 +64,8 @@ class TextEngine(BaseEngine):
         """``model_type`` of the model's config; None while not loaded."""
         return getattr(getattr(self._model, "args", None), "model_type", None)
 
-    async def _start(
-        self, load: Callable[[], tuple[Any, Any]], evaluate: Callable[[Any], None]
-    ) -> None:
-        """Load the model on the global thread and start the loop."""
-        if self._loaded:
-            return
-        loop = asyncio.get_running_loop()
-        self._model, self._tokenizer = await loop.run_in_executor(get_mlx_executor(), load)
-        # The steps run on another thread, where nothing lazy of this one can be used.
-        await loop.run_in_executor(get_mlx_executor(), evaluate, self._model)
+    async def _begin(self) -> None:
+        """Start the loop of the loaded model."""
         # A copy: the pool overwrites the shared one at the next load.
         config = copy.copy(self._scheduler_config) or SchedulerConfig()
         self._engine = AsyncEngineCore(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from ..engine_core import get_mlx_executor
 from ..utils.model_loading import materialize_lazy_state
 from .text import TextEngine
 
@@ -11,9 +13,16 @@ from .text import TextEngine
 class VLMBatchedEngine(TextEngine):
     """A vision model, which ``force_lm`` reloads as a plain text model."""
 
-    # On this class itself, as in oMLX, for whoever wraps them here.
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # In oMLX each class has these, and what follows, for itself.
+        self._engine: Any = None
+        self._loaded = False
+
     async def start(self) -> None:
         """Load the model on the global thread and start the loop."""
+        if self._loaded:
+            return
 
         def _load_vlm_sync() -> tuple[Any, Any]:
             from mlx_lm import load
@@ -21,7 +30,13 @@ class VLMBatchedEngine(TextEngine):
             model, tokenizer = load(self._model_name)
             return model, tokenizer
 
-        await self._start(_load_vlm_sync, materialize_lazy_state)
+        loop = asyncio.get_running_loop()
+        self._model, self._tokenizer = await loop.run_in_executor(
+            get_mlx_executor(), _load_vlm_sync
+        )
+        # The steps run on another thread, where nothing lazy of this one can be used.
+        await loop.run_in_executor(get_mlx_executor(), materialize_lazy_state, self._model)
+        await self._begin()
 
     async def stop(self) -> None:
         """End the loop and tear the core down, blocking the event loop meanwhile."""

@@ -1,0 +1,193 @@
+"""Every name of oMLX that a hook reads is one that the register names.
+
+A name that no need states is read on whatever oMLX there is: where it is gone, the hook
+fails at work, and not at the gate. The hooks' sources are read here, not run: what is
+read of an object is known by the name of the variable that holds it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from omlx_admission import hooks, standin
+from omlx_admission.hooks.features import FEATURES
+from omlx_admission.hooks.gate import Kind
+
+#: Variables of the hooks that hold an object of oMLX: what it is. "": a module.
+HOLDERS: dict[str, tuple[str, ...]] = {
+    "pool": ("EnginePool",),
+    "_pool": ("EnginePool",),
+    "EnginePool": ("EnginePool",),
+    "entry": ("EngineEntry",),
+    "e": ("EngineEntry",),
+    "_entries[]": ("EngineEntry",),
+    "engine": ("BaseEngine", "BatchedEngine", "VLMBatchedEngine"),
+    "handle": ("AsyncEngineCore",),
+    "core": ("EngineCore",),
+    "EngineCore": ("EngineCore",),
+    "scheduler": ("Scheduler",),
+    "step": ("SchedulerOutput",),
+    "output": ("RequestOutput",),
+    "manager": ("ModelSettingsManager",),
+    "reranker": ("MLXRerankerModel",),
+    "activity": ("",),
+    "get_decode_activity()": ("DecodeActivityRegistry",),
+    "module": ("",),
+    "_module": ("",),
+    "routes": ("",),
+    "_server_state": ("ServerState",),
+    "_errors": ("",),
+    "theirs": ("",),
+}
+#: Such variables that hold something of ours in one file.
+OURS = {
+    ("surfaces.py", "routes"),
+    ("model_dirs.py", "e"),
+    ("ledger.py", "e"),
+    ("ledger.py", "entry"),
+    ("ledger.py", "module"),
+    ("install.py", "module"),
+    ("features.py", "module"),
+    ("source_search.py", "module"),
+    ("gate.py", "module"),
+}
+#: And such that hold something of oMLX in one file only.
+THEIRS = {
+    ("gpu_watch.py", "request"): ("Request",),
+    ("pool_port.py", "errors"): ("",),
+    ("requests.py", "app"): ("FastAPI",),
+}
+#: Read without a need, and why.
+ALLOWED = {
+    "module.startswith": "of a module's name",
+    "module.rpartition": "of a module's name",
+    "module.Server": "uvicorn's, asked for with getattr where it matters",
+    "app.add_middleware": "Starlette's",
+    "app.user_middleware": "Starlette's",
+    "manager._settings": "only of a manager that `_remember` has looked at",
+    "reranker.model": "set back to what it was read as, with getattr",
+}
+
+
+def _base(node: ast.expr) -> str:
+    """The variable's own name; ``x[]`` of an item, ``x()`` of what a call gives."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Subscript):
+        return f"{_base(node.value)}[]"
+    if isinstance(node, ast.Call):
+        return f"{_base(node.func)}()"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def reads(path: Path) -> Iterator[tuple[int, str, str, tuple[str, ...]]]:
+    """(line, variable, attribute, what the variable may be) of one file."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Attribute):
+            holder, name = node.value, node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
+            and len(node.args) == 2
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            holder, name = node.args[0], str(node.args[1].value)
+        else:
+            continue
+        base = _base(holder)
+        kinds = THEIRS.get((path.name, base)) or HOLDERS.get(base)
+        if name.startswith("__") or (path.name, base) in OURS:
+            continue
+        if kinds is not None:
+            yield node.lineno, base, name, kinds
+
+
+NEEDED = {
+    need.name: need
+    for feature in FEATURES
+    for need in (*feature.needs, *feature.native)
+    if need.kind not in (Kind.USED, Kind.JOBS)
+}
+FILES = sorted(Path(hooks.__file__).parent.glob("*.py"))
+
+
+def missing(path: Path) -> set[str]:
+    return {
+        f"{path.name}:{line}: {base}.{name}"
+        for line, base, name, kinds in reads(path)
+        if f"{base}.{name}" not in ALLOWED
+        and not any((f"{kind}.{name}" if kind else name) in NEEDED for kind in kinds)
+        and not any(n.startswith(f"{name}.") for n in NEEDED)
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_what_a_hook_reads_of_omlx_is_needed_somewhere(path: Path) -> None:
+    assert missing(path) == set()
+
+
+def _private_names() -> set[str]:
+    names: set[str] = set()
+    for path in standin.PATH.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.endswith("__")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_private_names_of_omlx_are_needed_whatever_holds_them(path: Path) -> None:
+    theirs = _private_names()
+    members = {part for name in NEEDED for part in name.split(".")}
+    found = {
+        f"{path.name}:{node.lineno}: {node.attr}"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr in theirs - members
+        and _base(node.value) != "self"
+        and f"{_base(node.value)}.{node.attr}" not in ALLOWED
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_what_a_hook_imports_from_omlx_is_needed(path: Path) -> None:
+    needed = {(need.module, need.name.partition(".")[0]) for need in NEEDED.values()}
+    found = {
+        f"{node.module}:{alias.name}"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("omlx.")
+        for alias in node.names
+        if (node.module, alias.name) not in needed
+        # A module, whose names are looked at above.
+        and f"{node.module}.{alias.name}" not in {module for module, _ in needed}
+    }
+    # The gate has read it, or nothing is applied at all.
+    assert found <= {"omlx._version:__version__"}
+
+
+def test_a_read_that_nobody_states_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "new.py"
+    path.write_text(
+        "def f(pool, entry):\n"
+        "    pool._lock, pool._next_lock, getattr(pool, '_third', None)\n"
+        "    pool._entries[1].in_use = entry.hits = getattr(pool, '_fourth')\n"
+    )
+    assert missing(path) == {
+        "new.py:2: pool._next_lock",
+        "new.py:3: entry.hits",
+        "new.py:3: pool._fourth",
+    }
+
+
+def test_the_list_of_exceptions_holds_nothing_else() -> None:
+    """What is allowed for no reason any more goes."""
+    seen = {f"{base}.{name}" for path in FILES for _, base, name, _ in reads(path)}
+    assert {name for name in ALLOWED if name not in seen} == set()
