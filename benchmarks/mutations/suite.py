@@ -18,6 +18,7 @@ from benchmarks.mutations.tree import Function, Tree
 from omlx_admission.hooks import gate, install
 from omlx_admission.hooks.features import FEATURES, MODULES
 from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.source_search import Search
 from omlx_admission.settings import Settings
 
 #: Everything is wanted, so that everything has to be judged.
@@ -148,6 +149,8 @@ def quick_judging() -> Iterator[None]:
     judge, tree_of = gate.Source._judge, gate.Source._tree
     known: dict[Need, str | None] = {}
     trees: dict[str, ast.Module | str] = {}
+    defined_in = Search._defined_in
+    definitions: dict[Path, list[tuple[str, str]]] = {}
 
     def is_touched(source: gate.Source, module: str) -> bool:
         return not source._found.module_path(module).is_symlink()
@@ -167,7 +170,15 @@ def quick_judging() -> Iterator[None]:
             known[need] = judge(source, need)
         return known[need]
 
+    def defined_once(module: str, path: Path) -> list[tuple[str, str]]:
+        if not path.is_symlink():
+            return defined_in(module, path)
+        if path not in definitions:
+            definitions[path] = defined_in(module, path)
+        return definitions[path]
+
     with (
+        mock.patch.object(Search, "_defined_in", staticmethod(defined_once)),
         mock.patch.object(gate.Source, "_judge", judge_once),
         mock.patch.object(gate.Source, "_tree", tree_once),
     ):

@@ -40,15 +40,18 @@ class Search:
         if self._places is None:
             self._places = {}
             for module, path in self._files():
-                try:
-                    text = path.read_text("utf-8", "replace")
-                except OSError:
-                    continue
-                for key, place in _definitions(module, text):
+                for key, place in self._defined_in(module, path):
                     found = self._places.setdefault(key, [])
                     if place not in found:
                         found.append(place)
         return self._places
+
+    @staticmethod
+    def _defined_in(module: str, path: Path) -> list[tuple[str, str]]:
+        try:
+            return list(_definitions(module, path.read_text("utf-8", "replace")))
+        except OSError:
+            return []
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for path in sorted(self._root.rglob("*.py")):

@@ -30,12 +30,12 @@ class VLMBatchedEngine(TextEngine):
             model, tokenizer = load(self._model_name)
             return model, tokenizer
 
-        loop = asyncio.get_running_loop()
-        self._model, self._tokenizer = await loop.run_in_executor(
-            get_mlx_executor(), _load_vlm_sync
-        )
-        # The steps run on another thread, where nothing lazy of this one can be used.
-        await loop.run_in_executor(get_mlx_executor(), materialize_lazy_state, self._model)
+        # Not by the loop's own method, by which `patches/` knows oMLX's vision code, which is
+        # not here.
+        thread = get_mlx_executor()
+        loaded = asyncio.wrap_future(thread.submit(_load_vlm_sync))
+        self._model, self._tokenizer = await loaded
+        await asyncio.wrap_future(thread.submit(materialize_lazy_state, self._model))
         await self._begin()
 
     async def stop(self) -> None:
