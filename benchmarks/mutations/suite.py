@@ -77,19 +77,17 @@ def _changes(tree: Tree, mutation: Mutation) -> bool:
 def sample(mutations: Sequence[Mutation], count: int) -> list[Mutation]:
     """``count`` of them, the same ones each time.
 
-    First a class of each module that something is applied to, under another name; then as
-    many kinds of change as there can be.
+    First of each module that something is applied to: a class under another name, and a
+    change that leaves everything to be applied. Then as many kinds as there can be.
     """
     order = sorted(mutations, key=lambda m: hashlib.sha256(m.name.encode()).digest())
     of_each_kind = {m.kind: m for m in reversed(order)}
     classes = {m.target for m in order if m.kind == "class removed"}
     renamed = [m for m in order if m.kind == "renamed everywhere" and m.target in classes]
-    of_each_module = {
-        module: m
-        for m in reversed(renamed)
-        if (module := m.target.partition(":")[0]) in MODULES
-    }
-    ranked = [m.name for m in of_each_module.values()]
+    ranked = []
+    for group in (renamed, [m for m in order if m.kind.startswith("harmless")]):
+        of_each_module = {m.target.partition(":")[0]: m for m in reversed(group)}
+        ranked += [of_each_module[name].name for name in MODULES if name in of_each_module]
     ranked += [m.name for m in order if m is of_each_kind[m.kind]]
     ranked += [m.name for m in order]
     ranked = list(dict.fromkeys(ranked))

@@ -45,6 +45,8 @@ ON_THE_LOOP = (
 NEEDS = (
     gpu_engine.STOP,
     gpu_engine.CLOSE,
+    # They are told by an attribute of ours that they are being stopped.
+    Need(CORE, "EngineCore", Kind.CLASS, attachable=True),
     Need(CORE, "EngineCore._closed", Kind.VALUE),
     Need(CORE, "EngineCore.add_request", Kind.ASYNC),
     Need(CORE, "AsyncEngineCore.engine", Kind.VALUE),
@@ -65,6 +67,7 @@ NEEDS = (
                 awaits=("stop",),
                 without=ON_THE_LOOP,
             ),
+            Need(module, name, Kind.CLASS, attachable=True),
             Need(module, f"{name}._engine", Kind.VALUE),
             Need(module, f"{name}._loaded", Kind.VALUE),
         )

@@ -18,6 +18,7 @@ import pytest
 from benchmarks.mutations import suite
 from benchmarks.mutations.model import Mutation
 from omlx_admission.hooks import gate, install
+from omlx_admission.hooks.features import MODULES
 from omlx_admission.hooks.install import State
 
 COUNT = 205
@@ -49,6 +50,25 @@ def test_exactly_what_needs_the_changed_thing_is_off(
             outcome, _ = suite.judge(source, mutation)
         wrong += [f"{mutation.name}: {text}" for text in outcome.wrong]
     assert wrong == []
+
+
+def test_what_is_applied_in_ci_has_a_class_of_each_module_in_it(
+    mutations: list[Mutation],
+) -> None:
+    """A hook that cannot do without its class is found out where the class is gone."""
+    classes = {m.target for m in mutations if m.kind == "class removed"}
+    modules = {target.partition(":")[0] for target in classes} & {*MODULES}
+    assert {"omlx.engine.vlm", "omlx.models.embedding", "omlx.engine_pool"} <= modules
+    chosen = suite.sample(mutations, APPLIED)
+    renamed = {
+        m.target.partition(":")[0]
+        for m in chosen
+        if m.kind == "renamed everywhere" and m.target in classes
+    }
+    assert renamed & modules == modules
+    whole = {m.target.partition(":")[0] for m in chosen if m.kind.startswith("harmless")}
+    assert whole >= modules
+    assert len({m.kind for m in chosen}) > APPLIED / 2
 
 
 def test_the_checkout_is_as_it_was_between_two_mutations(
@@ -86,7 +106,7 @@ def test_a_gate_that_overlooks_is_found_out(
 
 
 #: Kinds of change whose modules are imported and used in CI; the command takes all.
-APPLIED = 24
+APPLIED = 40
 
 #: A hook that raises where it must not, on modules that nobody has mutated.
 _BROKEN = """
