@@ -53,6 +53,7 @@ KNOWN = (*sorted(LOADS), *gpu_jobs.names_in("vlm"))
 
 NEEDS = (
     gpu_jobs.EXECUTOR,
+    gpu_jobs.EXECUTOR_VALUE,
     Need(BATCHED, "BatchedEngine.start", Kind.ASYNC, ()),
     Need(VLM, "VLMBatchedEngine.start", Kind.ASYNC, ()),
     # The jobs go by these names; what one made lazily the next one has to evaluate.
