@@ -93,9 +93,8 @@ def _judge_by_ground(verdict: Verdict, states: dict[str, State]) -> None:
         return
     refused = any(states[name] is State.REFUSED for name in grounds)
     verdict.state = State.REFUSED if refused else State.OFF
-    named = " or ".join(f"'{name}'" for name in grounds)
-    is_ = ", ".join(dict.fromkeys(states[name].value for name in grounds))
-    verdict.reasons = [f"needs {named} ({is_})"]
+    named = " or ".join(f"our '{name}' ({states[name].value})" for name in grounds)
+    verdict.reasons = [f"needs {named}"]
 
 
 @contextmanager

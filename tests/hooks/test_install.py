@@ -235,12 +235,12 @@ def test_the_reason_of_a_failure_is_no_word_about_circular_imports(
     [
         (
             {"queue": False},
-            {"unloads": "needs 'queue' (off)", "stream_hold": "needs 'queue' (off)"},
+            {"unloads": "needs our 'queue' (off)", "stream_hold": "needs our 'queue' (off)"},
         ),
-        ({"resident_path": False}, {"off_loop_close": "needs 'resident' (off)"}),
+        ({"resident_path": False}, {"off_loop_close": "needs our 'resident' (off)"}),
         (
             {"queue": False, "resident_path": False},
-            {"leases": "needs 'resident' or 'queue' (off)"},
+            {"leases": "needs our 'resident' (off) or our 'queue' (off)"},
         ),
     ],
 )

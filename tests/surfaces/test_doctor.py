@@ -132,7 +132,7 @@ def test_what_stands_on_a_refused_feature_says_so(doctor: Doctor) -> None:
         _, with_needs = doctor(source, "--needs")
     for name in ("unloads", "stream_hold"):
         assert feature(shown, name)["state"] == "refused"
-        assert feature(shown, name)["reasons"] == ["needs 'queue' (refused)"]
+        assert feature(shown, name)["reasons"] == ["needs our 'queue' (refused)"]
     for text in (lines, with_needs):
-        assert text.count("- needs 'queue' (refused)") == 2
+        assert text.count("- needs our 'queue' (refused)") == 2
     assert feature(shown, "leases")["state"] == "ready"
