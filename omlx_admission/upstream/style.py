@@ -1,7 +1,4 @@
-"""Code in the style of the checkout: black, with that project's line length.
-
-Comments and docstrings keep to it as well.
-"""
+"""Code in the style of the checkout: black, with that project's line length."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from pathlib import Path
 
 import black
 import libcst as cst
-
-from omlx_admission.upstream.wrapping import wrapped
 
 #: oMLX's line length where its ``pyproject.toml`` says nothing else.
 DEFAULT_LINE_LENGTH = 88
@@ -44,8 +39,7 @@ def file(text: str) -> str:
 
 @cache
 def _formatted(text: str, length: int) -> str:
-    formatted = black.format_str(text, mode=black.Mode(line_length=length))
-    return wrapped(formatted, length)
+    return black.format_str(text, mode=black.Mode(line_length=length))
 
 
 def statements(code: str, depth: int) -> list[cst.BaseStatement]:

@@ -40,8 +40,6 @@ POLICY = (
                 "A route alone finds out after the load, for which others were evicted."
             ),
             "is left to stock": "is left to the route",
-            'text = f"': 'text = (f"',
-            'cannot serve: use {route}."': '"\nf"cannot serve: use {route}.")',
         },
     ),
     Recipe("runtime.explain"),
