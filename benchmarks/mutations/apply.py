@@ -9,6 +9,7 @@ swallow counts as one: it is what the gate is there to prevent.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import importlib
 import importlib.machinery
 import json
@@ -80,7 +81,7 @@ def imported_from(source: Path) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)  # type: ignore[arg-type]
-        _forget()
+        _end_threads(_forget())
         sys.modules.update(kept)
 
 
@@ -91,6 +92,14 @@ def _forget() -> dict[str, types.ModuleType]:
     resident._vlm_engine = None
     faults._noted.clear()
     return {name: sys.modules.pop(name) for name in names}
+
+
+def _end_threads(modules: dict[str, types.ModuleType]) -> None:
+    """Each import brings an executor of its own, whose threads outlive the modules."""
+    for module in modules.values():
+        for value in vars(module).values():
+            if isinstance(value, concurrent.futures.Executor):
+                value.shutdown(wait=False)
 
 
 def modules_for(mutation: Mutation) -> list[str]:
