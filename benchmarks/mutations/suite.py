@@ -23,7 +23,8 @@ from omlx_admission.settings import Settings
 
 #: Everything is wanted, so that everything has to be judged.
 _OFF: dict[str, Any] = {f.field: True for f in FEATURES if not getattr(Settings(), f.field)}
-SETTINGS = Settings(**_OFF, max_wait_s=2.0)
+#: No step of a story waits for long; a busy machine may take its time for a swap.
+SETTINGS = Settings(**_OFF, max_wait_s=30.0)
 
 
 def all_needs() -> list[Need]:
