@@ -168,10 +168,8 @@ SITES: tuple[Site, ...] = (
 )
 
 
-def present(source: Source | None) -> list[Site]:
-    """The sites of one oMLX, by its source; all of them without one."""
-    if source is None:
-        return list(SITES)
+def present(source: Source) -> list[Site]:
+    """The sites of one oMLX, by its source."""
     found = []
     for site in SITES:
         if site.anchor is not None and source.problem(site.anchor) is not None:

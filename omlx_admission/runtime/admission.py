@@ -139,7 +139,7 @@ class Admission:
             raise QueueBroken
         if request is not None:
             request.refusal = None
-        enqueued = now = self.now()
+        enqueued = self.now()
         budget = self._budget(request)
         try:
             refused = self._refused_at_the_door(ask, budget, request)
@@ -152,7 +152,7 @@ class Admission:
             raise refused
         while True:
             try:
-                waiter = self._enqueue(ask, enqueued, now + budget, request)
+                waiter = self._enqueue(ask, enqueued, enqueued + budget, request)
             except Exception as error:  # noqa: BLE001 - the same
                 self._break(error)
                 raise QueueBroken from None

@@ -39,6 +39,13 @@ def at(world: World, seconds: float) -> None:
     world.probe()
 
 
+def cancelled_at(world: World) -> list[float]:
+    """When loads are given up, as it happens."""
+    times: list[float] = []
+    world.on_cancel = lambda _job: times.append(world.now)
+    return times
+
+
 def load(world: World, result: str = "ok", seconds: float = 10.0) -> None:
     """Carry the load task in progress through."""
     while world.job is not None:
@@ -394,8 +401,7 @@ class TestHangs:
 
     def test_with_waiters_it_gets_twice_the_budget(self) -> None:
         world = house("")
-        cancelled: list[float] = []
-        world.on_cancel = lambda _job: cancelled.append(world.now)
+        cancelled = cancelled_at(world)
         world.arrive(A)
         world.advance_load()
         at(world, 700.0)
@@ -406,8 +412,7 @@ class TestHangs:
         policy = AdmissionPolicy(Dials(), Estimates())
         size = 250 * 10**9
         world = World(policy, {"A": Model("A", size)}, 2 * size)
-        cancelled: list[float] = []
-        world.on_cancel = lambda _job: cancelled.append(world.now)
+        cancelled = cancelled_at(world)
         request = world.arrive(A)
         world.advance_load()
         at(world, 300.0)
@@ -431,8 +436,7 @@ class TestHangs:
 
     def test_it_is_given_up_later_the_next_time(self) -> None:
         world = house("")
-        cancelled: list[float] = []
-        world.on_cancel = lambda _job: cancelled.append(world.now)
+        cancelled = cancelled_at(world)
         world.arrive(A)
         world.advance_load()
         at(world, 700.0)

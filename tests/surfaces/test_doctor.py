@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,20 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return run
 
 
+@contextmanager
+def edited(name: str, *words: tuple[str, str], **files: str) -> Iterator[Path]:
+    """The stand-in with words of one file replaced, and files added by their stems."""
+    root = standin.PATH / "omlx"
+    text = (root / f"{name}.py").read_text("utf-8")
+    for old, new in words:
+        assert old in text
+        text = text.replace(old, new)
+    made_of: dict[str, str | None] = {f"{stem}.py": code for stem, code in files.items()}
+    mutation = Mutation("edited", f"omlx.{name}", {f"{name}.py": text, **made_of}, none)
+    with suite.checkout(root) as made, made.changed(mutation) as source:
+        yield source
+
+
 def feature(text: str, name: str) -> dict[str, Any]:
     found: dict[str, Any] = next(f for f in json.loads(text)["features"] if f["name"] == name)
     return found
@@ -44,16 +59,13 @@ def test_every_name_of_a_release_that_was_read_fits(doctor: Doctor) -> None:
 
 
 def test_a_moved_class_and_a_changed_method_are_told_apart(doctor: Doctor) -> None:
-    root = standin.PATH / "omlx"
-    text = (root / "exceptions.py").read_text("utf-8")
-    server = (root / "server.py").read_text("utf-8")
-    files: dict[str, str | None] = {
-        "exceptions.py": text.replace("class ModelBusyError", "class ModelInUseError"),
-        "pool_errors.py": "class ModelBusyError(Exception):\n    pass\n",
-        "server.py": server.replace("async def verify_api_key", "def verify_api_key"),
-    }
-    mutation = Mutation("moved", "omlx.exceptions", files, none)
-    with suite.checkout(root) as made, made.changed(mutation) as source:
+    server = (standin.PATH / "omlx" / "server.py").read_text("utf-8")
+    with edited(
+        "exceptions",
+        ("class ModelBusyError", "class ModelInUseError"),
+        pool_errors="class ModelBusyError(Exception):\n    pass\n",
+        server=server.replace("async def verify_api_key", "def verify_api_key"),
+    ) as source:
         status, shown = doctor(source, "--json")
         _, lines = doctor(source, "--needs")
     assert status == 1
@@ -68,11 +80,7 @@ def test_a_moved_class_and_a_changed_method_are_told_apart(doctor: Doctor) -> No
 
 
 def test_with_the_names_the_reasons_that_are_no_names_stay(doctor: Doctor) -> None:
-    root = standin.PATH / "omlx"
-    version = (root / "_version.py").read_text("utf-8")
-    files: dict[str, str | None] = {"_version.py": version.replace("0.6.3rc2", "0.8.1")}
-    mutation = Mutation("later", "omlx._version", files, none)
-    with suite.checkout(root) as made, made.changed(mutation) as source:
+    with edited("_version", ("0.6.3rc2", "0.8.1")) as source:
         status, lines = doctor(source, "--needs")
     assert status == 1
     assert "oMLX 0.8.1 is outside the supported range" in lines
@@ -80,13 +88,7 @@ def test_with_the_names_the_reasons_that_are_no_names_stay(doctor: Doctor) -> No
 
 
 def test_a_changed_name_gives_its_reason_once(doctor: Doctor) -> None:
-    root = standin.PATH / "omlx"
-    text = (root / "engine_core.py").read_text("utf-8")
-    files: dict[str, str | None] = {
-        "engine_core.py": text.replace("_step_burst", "_burst_of_steps")
-    }
-    mutation = Mutation("renamed", "omlx.engine_core", files, none)
-    with suite.checkout(root) as made, made.changed(mutation) as source:
+    with edited("engine_core", ("_step_burst", "_burst_of_steps")) as source:
         _, lines = doctor(source, "--needs")
     shown = lines.partition("gpu_turn ")[2].partition("exposure ")[0]
     assert shown.count("omlx.engine_core:EngineCore._step_burst is missing") == 1
@@ -120,13 +122,7 @@ def test_without_an_omlx_no_place_is_covered(
 
 
 def test_what_stands_on_a_refused_feature_says_so(doctor: Doctor) -> None:
-    root = standin.PATH / "omlx"
-    pool = (root / "engine_pool.py").read_text("utf-8")
-    files: dict[str, str | None] = {
-        "engine_pool.py": pool.replace("_find_lru_victim", "_find_victim")
-    }
-    mutation = Mutation("renamed", "omlx.engine_pool", files, none)
-    with suite.checkout(root) as made, made.changed(mutation) as source:
+    with edited("engine_pool", ("_find_lru_victim", "_find_victim")) as source:
         _, shown = doctor(source, "--json")
         _, lines = doctor(source)
         _, with_needs = doctor(source, "--needs")

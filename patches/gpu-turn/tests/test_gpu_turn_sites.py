@@ -101,6 +101,19 @@ class Gate:
         assert self.go.wait(PATIENCE_S)
 
 
+def synchronize_fails_once():
+    """``mx.synchronize`` with a GPU error in the first call."""
+    real = mx.synchronize
+    broken = iter([True])
+
+    def synchronize(*args):
+        if next(broken, False):
+            raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Hang")
+        return real(*args)
+
+    return synchronize
+
+
 async def until(condition):
     for _ in range(int(PATIENCE_S * 1000)):
         if condition():
@@ -267,17 +280,10 @@ async def test_a_drain_error_fails_who_still_runs_and_delivers_who_has_finished(
     await until(gate.reached.is_set)
     ends = asyncio.create_task(say(core, 1))
     await until(lambda: core._mlx_executor._work_queue.qsize() > 0)
-    real = mx.synchronize
-    broken = iter([True])
-
-    def synchronize(*args):
-        if next(broken, False):
-            raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Hang")
-        return real(*args)
 
     def step():
         if len(core.scheduler.running) == 2:
-            monkeypatch.setattr(mx, "synchronize", synchronize)
+            monkeypatch.setattr(mx, "synchronize", fails_once)
         return FakeScheduler.step(core.scheduler)
 
     core.scheduler.step = step
@@ -293,15 +299,7 @@ async def test_a_drain_error_that_nobody_is_left_to_hear_is_logged(
     engine, turn, monkeypatch, caplog
 ):
     core = await engine("a")
-    real = mx.synchronize
-    broken = iter([True])
-
-    def synchronize(*args):
-        if next(broken, False):
-            raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Hang")
-        return real(*args)
-
-    monkeypatch.setattr(mx, "synchronize", synchronize)
+    monkeypatch.setattr(mx, "synchronize", synchronize_fails_once())
     assert (await say(core, 1)).output_text == "x"
     assert [r.message for r in caplog.records if "Caused GPU Hang" in r.message] == [
         "Draining 'a' failed: [METAL] Command buffer execution failed: Caused GPU Hang"
