@@ -280,6 +280,7 @@ async def test_a_drain_error_fails_who_still_runs_and_delivers_who_has_finished(
     await until(gate.reached.is_set)
     ends = asyncio.create_task(say(core, 1))
     await until(lambda: core._mlx_executor._work_queue.qsize() > 0)
+    fails_once = synchronize_fails_once()
 
     def step():
         if len(core.scheduler.running) == 2:
