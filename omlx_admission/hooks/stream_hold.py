@@ -1,4 +1,9 @@
-"""Keep-alives of streams that wait: their form, mode and interval are oMLX's own."""
+"""Keep-alives of streams that wait: their form, mode and interval are oMLX's own.
+
+Whether a request streams is one word of its body. oMLX's framework has parsed that
+before a handler asks for a model, and is listened to: the body is neither kept nor
+read a second time.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from omlx_admission.hooks import faults
 from omlx_admission.hooks import requests as requests_hook
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.runtime import request as requests
 from omlx_admission.runtime import stream_hold
 
 SERVER = requests_hook.SERVER
@@ -49,8 +55,21 @@ def keepalive(module: Any, protocol: str) -> stream_hold.Keepalive | None:
         return None
 
 
+async def body(wrapped: Any, _request: Any, args: Any, kwargs: Any) -> Any:
+    """``Request.json``: tell the hold of this request what its body says."""
+    content = await wrapped(*args, **kwargs)
+    request = requests.active()
+    if request is not None and request.hold is not None:
+        request.hold.asked(content)
+    return content
+
+
 def apply(module: Any, ledger: Ledger, after_s: float) -> None:
-    """Keep streams alive that have waited ``after_s`` seconds; wraps nothing."""
+    """Keep streams alive that have waited ``after_s`` seconds."""
+    # Here and not above: a process that serves nothing has no Starlette.
+    import starlette.requests
+
+    ledger.wrap(starlette.requests, "Request.json", body)
     stream_hold.rule = stream_hold.Rule(after_s, partial(keepalive, module))
 
     def remove() -> None:

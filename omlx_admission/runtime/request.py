@@ -52,6 +52,11 @@ _ID_HEADER = b"x-request-id"
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _numbers = itertools.count(1)
 
+#: How much of a request a watch reads ahead, in bytes. A message counts as a kilobyte
+#: more than it brings. Beyond that the server's own flow control has to hold the client.
+_READ_AHEAD = 1 << 16
+_MESSAGE = 1 << 10
+
 #: Header by which a request may shorten its wait budget (seconds).
 MAX_WAIT_HEADER = b"x-omlx-max-wait"
 
@@ -110,22 +115,25 @@ class Request:
 
     async def receive(self) -> Message:
         """The application's ``receive``: first what a watch has read ahead."""
-        message = self._buffer.popleft() if self._buffer else await self._receive()
-        if self.hold is not None:
-            self.hold.note(message)
-        return message
+        return self._buffer.popleft() if self._buffer else await self._receive()
 
-    async def gone(self) -> None:
-        """Return when the client has left; what else arrives is kept for the application.
+    async def gone(self) -> bool:
+        """Return True when the client has left; what else arrives is kept for the application.
 
-        Cancelling this loses no message: an ASGI server builds the message only
-        after its own wait.
+        False where the client sends more than may be kept: whether it has left is behind
+        that, and the wait goes on unwatched. Cancelling this loses no message: an ASGI
+        server builds the message only after its own wait.
         """
-        while True:
+        while sum(map(_size, self._buffer)) < _READ_AHEAD:
             message = await self._receive()
             self._buffer.append(message)
             if message["type"] in ("http.disconnect", "websocket.disconnect"):
-                return
+                return True
+        return False
+
+
+def _size(message: Message) -> int:
+    return _MESSAGE + sum(len(message.get(part) or b"") for part in ("body", "bytes", "text"))
 
 
 def _max_wait(scope: Scope) -> tuple[float | None, str | None]:
@@ -191,7 +199,7 @@ class RequestMiddleware:
                 return
             if message["type"] == "http.response.start":
                 if hold is not None:
-                    hold.answered()
+                    hold.wait_ended()
                 if message["status"] < 400:
                     _tell_wait(request, scope, message)
             await send(message)
@@ -229,20 +237,21 @@ class Watch:
     """Calls back once when a request's client leaves; a no-op without a request."""
 
     def __init__(self, request: Request | None, callback: Callable[[], None]) -> None:
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[bool] | None = None
         if request is not None and not request.ended:
             self._task = asyncio.get_running_loop().create_task(request.gone())
             self._task.add_done_callback(lambda task: self._done(task, callback))
 
     @staticmethod
-    def _done(task: asyncio.Task[None], callback: Callable[[], None]) -> None:
+    def _done(task: asyncio.Task[bool], callback: Callable[[], None]) -> None:
         if task.cancelled():
             return
         if task.exception() is not None:
             # The server's own receive failed: the request ends by itself.
             logger.debug("admission: watching for a disconnect failed: %r", task.exception())
             return
-        callback()
+        if task.result():
+            callback()
 
     def stop(self) -> None:
         """Stop watching."""

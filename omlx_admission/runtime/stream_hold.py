@@ -24,7 +24,6 @@ from typing import Any
 
 from omlx_admission.runtime import error_event
 from omlx_admission.runtime.refusal import Refusal
-from omlx_admission.runtime.request_body import Body
 
 logger = logging.getLogger("omlx.admission")
 
@@ -103,7 +102,7 @@ class StreamHold:
         self._rule = rule
         self._protocol = protocol
         self._send = send
-        self._body: Body | None = Body()
+        self._streams = False
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -116,10 +115,12 @@ class StreamHold:
 
     # -- before anything is sent ---------------------------------------------
 
-    def note(self, message: Message) -> None:
-        """The application reads ``message``."""
-        if self._body is not None and message["type"] == "http.request":
-            self._body.add(message)
+    def asked(self, content: Any) -> None:
+        """What the application made of the body. Nothing else is known of it here."""
+        if isinstance(content, dict):
+            self._streams = _is_true(content.get("stream"))
+            model = content.get("model")
+            self._model = model if isinstance(model, str) else ""
 
     def wait_began(self) -> None:
         """The request queues. The time counts from its first wait."""
@@ -131,29 +132,23 @@ class StreamHold:
         self._timer = loop.call_at(self._due, self._begin)
 
     def wait_ended(self) -> None:
-        """The request has left the queue, with an engine or without."""
+        """The request has left the queue, with an engine or without, or is answered."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def answered(self) -> None:
-        """The application has begun to answer by itself."""
-        self.wait_ended()
-        self._body = None
-
     def _begin(self) -> None:
         """Decide, in one step: from here on the head is out."""
         self._timer = None
-        body, self._body = self._body, None
+        if not self._streams:
+            return
         try:
             keepalive = self._rule.keepalive(self._protocol)
-            fields = body.fields() if body is not None else {}
         except Exception:
             logger.exception("admission: a stream that waits cannot be kept alive")
             return
-        if keepalive is None or not _is_true(fields.get("stream")):
+        if keepalive is None:
             return
-        self._model = str(fields.get("model") or "")
         self.began = True
         self._over = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(
@@ -205,7 +200,7 @@ class StreamHold:
             if self.began:
                 await self._fail(500, {"message": "No answer was given"}, refusal())
         finally:
-            self.answered()
+            self.wait_ended()
             if self._task is not None:
                 self._task.cancel()
 

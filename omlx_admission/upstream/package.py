@@ -50,7 +50,6 @@ REQUEST = Recipe(
         "self.task: asyncio.Task[Any] | None = None": None,
         "request.task = asyncio.current_task()": None,
         "self.hold: stream_hold.StreamHold | None = None": None,
-        "if self.hold is not None: self.hold.note(message)": None,
         "hold = request.hold = stream_hold.hold_for(scope, send)": None,
         "if hold is not None and hold.began: await hold.forward(message, refusal) return": None,
         "answer = self.app(scope, request.receive, send_or_replace)": None,
@@ -58,7 +57,7 @@ REQUEST = Recipe(
         """
         if message["type"] == "http.response.start":
             if hold is not None:
-                hold.answered()
+                hold.wait_ended()
             if message["status"] < 400:
                 _tell_wait(request, scope, message)
         """: """

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel
 
 from omlx_admission.hooks import gate, install, stream_hold
 from omlx_admission.hooks.install import State
+from omlx_admission.runtime import request as requests
 from omlx_admission.runtime import stream_hold as runtime
 from omlx_admission.settings import Settings
 
 ALL = ("openai_chat", "openai_completion", "anthropic", "openai_responses")
+
+
+class Asked(BaseModel):
+    """The body of a request, as far as these tests look."""
+
+    stream: bool
+    model: str = ""
 
 
 @pytest.fixture
@@ -119,6 +131,66 @@ def test_the_variable_switches_it(server: Any, after_s: float) -> None:
     finally:
         one.undo()
     assert runtime.rule is None
+
+
+@pytest.mark.parametrize("path", sorted(runtime.PROTOCOLS))
+def test_f8_the_framework_tells_what_a_body_says(server: Any, path: str) -> None:
+    """No byte of a body is looked at by us; what was parsed is the framework's own."""
+    from starlette.requests import Request
+
+    stock = vars(Request)["json"]
+    told: list[tuple[bool, str]] = []
+
+    async def handler(request: requests.Request) -> None:
+        assert request.hold is not None
+        told.append((request.hold._streams, request.hold._model))
+
+    one = install.Installer(install.decide(settings=Settings()))
+    try:
+        import omlx.engine_pool
+
+        one.on_import(omlx.engine_pool)
+        one.on_import(server)
+        for stream in (True, False):
+            asyncio.run(post(path, {"model": "b", "stream": stream}, handler))
+        asyncio.run(post("/v1/embeddings", {"stream": True}, None))
+    finally:
+        one.undo()
+    assert told == [(True, "b"), (False, "b")]
+    assert vars(Request)["json"] is stock
+
+
+async def post(path: str, body: Any, handler: Any) -> None:
+    """One request to an application of oMLX's framework, in pieces."""
+    app = FastAPI()
+    app.add_middleware(requests.RequestMiddleware)
+
+    @app.post(path)
+    async def route(asked: Asked) -> None:
+        request = requests.active()
+        assert request is not None
+        if handler is None:
+            assert request.hold is None
+        else:
+            await handler(request)
+
+    whole = json.dumps(body).encode()
+    pieces = [
+        {"type": "http.request", "body": whole[:9], "more_body": True},
+        {"type": "http.request", "body": whole[9:]},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return pieces.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    await app({**scope, "query_string": b""}, receive, send)
+    assert sent[0]["status"] == 200
 
 
 def test_an_omlx_without_such_keepalives_runs_without(tmp_path: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +34,13 @@ class Exchange:
             self.sent.append(message)
 
         await self._app(self.scope, self.incoming.get, send)
+
+    @property
+    def unread(self) -> deque[Any]:
+        unread: deque[Any] = deque()
+        while not self.incoming.empty():
+            unread.append(self.incoming.get_nowait())
+        return unread
 
     @property
     def status(self) -> int:
@@ -171,6 +180,125 @@ def test_a_watch_that_is_stopped_reads_nothing_more() -> None:
         await exchange.run()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "most"),
+    [
+        ("http", {"type": "http.request", "body": b"x" * 4096, "more_body": True}, 16),
+        ("http", {"type": "http.request", "body": b"x", "more_body": True}, 64),
+        ("websocket", {"type": "websocket.receive", "bytes": b"x" * 65_536}, 1),
+        ("websocket", {"type": "websocket.receive", "bytes": None, "text": "x"}, 64),
+    ],
+)
+def test_f7_a_watch_reads_ahead_no_more_than_it_may_and_takes_up_again(
+    kind: str, message: Any, most: int
+) -> None:
+    """What a client pours in stays with the server, whose flow control then holds."""
+    total = 3 * most
+
+    async def test() -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            request = requests.current.get()
+            assert request is not None
+            watch = requests.Watch(request, lambda: pytest.fail("nobody has left"))
+            await turns()
+            assert 1 <= len(request._buffer) <= most
+            watch.stop()
+            assert [(await receive())["n"] for _ in range(total)] == list(range(total))
+            assert request._buffer == exchange.unread == deque()
+            left = asyncio.Event()
+            watch = requests.Watch(request, left.set)
+            exchange.incoming.put_nowait({"type": f"{kind}.disconnect"})
+            await left.wait()
+            watch.stop()
+
+        exchange = Exchange(app)
+        exchange.scope["type"] = kind
+        for n in range(total):
+            exchange.incoming.put_nowait({**message, "n": n})
+        await asyncio.wait_for(exchange.run(), 20)
+
+    asyncio.run(test())
+
+
+async def turns() -> None:
+    """Let everything run that can run at once."""
+    for _ in range(1000):
+        await asyncio.sleep(0)
+
+
+def test_f7_a_server_holds_a_client_that_pours_into_a_wait() -> None:
+    """With a real server: it stops reading, and goes on when the route reads."""
+    piece, whole = b"x" * 65_536, 64 << 20
+
+    async def test() -> None:
+        waiting, go_on = asyncio.Event(), asyncio.Event()
+        held: list[requests.Request] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            request = requests.current.get()
+            assert request is not None
+            held.append(request)
+            watch = requests.Watch(request, lambda: pytest.fail("nobody has left"))
+            waiting.set()
+            await go_on.wait()
+            watch.stop()
+            read, more = 0, True
+            while more:
+                message = await receive()
+                read, more = read + len(message["body"]), message["more_body"]
+            text = str(read).encode()
+            length = [(b"content-length", str(len(text)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": length})
+            await send({"type": "http.response.body", "body": text})
+
+        config = uvicorn.Config(
+            requests.RequestMiddleware(app),
+            port=0,
+            log_level="critical",
+            lifespan="off",
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server._serve())
+        while not server.started:  # noqa: ASYNC110 - it has no event for that
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /v1/models/a/load HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % whole
+        )
+        poured = 0
+
+        async def pour() -> None:
+            nonlocal poured
+            while poured < whole:
+                writer.write(piece)
+                await writer.drain()
+                poured += len(piece)
+
+        pouring = asyncio.create_task(pour())
+        await waiting.wait()
+        (connection,) = server.server_state.connections
+        while not (connection.flow.read_paused and watch_is_over()):
+            assert poured < whole, "the server took it all"
+            await asyncio.sleep(0)
+        kept = sum(len(message["body"]) for message in held[0]._buffer)
+        assert kept < 1 << 20
+        assert poured < whole
+        go_on.set()
+        await pouring
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert await reader.readexactly(len(str(whole))) == str(whole).encode()
+        writer.close()
+        server.should_exit = True
+        await serving
+
+    def watch_is_over() -> bool:
+        return not any("Request.gone" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_what_is_registered_for_the_end_runs_once_even_after_an_error(

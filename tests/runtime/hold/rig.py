@@ -81,6 +81,17 @@ class Exchange:
         return len(re.findall(r"keepalive\"}|event: ping|: keep-alive", self.text))
 
 
+async def read(receive: Any) -> None:
+    """Read the body and tell what it says, as the hook does for oMLX's framework."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message.get("more_body")
+    request = requests.current.get()
+    if request is not None and request.hold is not None:
+        request.hold.asked(json.loads(body))
+
+
 class Waiter:
     """An application that reads its body, waits as in the queue, and answers as told."""
 
@@ -90,8 +101,7 @@ class Waiter:
         self.refusal: Refusal | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        while (await receive()).get("more_body"):
-            pass
+        await read(receive)
         request = requests.current.get()
         assert request is not None
         hold = request.hold

@@ -16,6 +16,7 @@ from .rig import (
     JSON,
     Exchange,
     openai,
+    read,
     whole,
 )
 
@@ -32,8 +33,7 @@ class Queue:
         self.admission = Admission(self.pool, Settings(**settings), clock=loop.time)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        while (await receive()).get("more_body"):
-            pass
+        await read(receive)
         try:
             await self.admission.acquire(self.pool.ask("b"))
         except Exception:
