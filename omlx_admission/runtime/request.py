@@ -47,6 +47,10 @@ def active() -> Request | None:
 #: Header that says how many milliseconds a served request waited for its model.
 WAIT_HEADER = b"x-omlx-admission-wait-ms"
 
+#: What a script of another origin may read of an answer, where the answer has it (C12).
+_FOR_SCRIPTS = (b"retry-after", b"x-should-retry", WAIT_HEADER)
+_EXPOSE = (b"access-control-expose-headers", b", ".join(_FOR_SCRIPTS))
+
 #: The client's own name of a request, taken over where it is short and harmless.
 _ID_HEADER = b"x-request-id"
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -68,7 +72,8 @@ class Request:
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self.path: str = scope.get("path", "")
+        #: As the routes of the application know it, whatever it is mounted below.
+        self.path = _route_path(scope)
         self.method: str = scope.get("method", "")
         self.query: bytes = scope.get("query_string", b"")
         #: The task that handles it. What it starts in other tasks may outlive it.
@@ -132,6 +137,13 @@ class Request:
         return False
 
 
+def _route_path(scope: Scope) -> str:
+    """The path without what the application is mounted below, where it bears that (C14)."""
+    path: str = scope.get("path", "")
+    root: str = scope.get("root_path", "").rstrip("/")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
 def _size(message: Message) -> int:
     return _MESSAGE + sum(len(message.get(part) or b"") for part in ("body", "bytes", "text"))
 
@@ -176,10 +188,10 @@ class RequestMiddleware:
     async def _http(self, request: Request, scope: Scope, send: Send) -> None:
         if request.header_problem is not None:
             problem = Refusal(400, "invalid_max_wait", request.header_problem)
-            await _respond(problem, request.path, send)
+            await _respond(problem, request.path, scope, send)
             return
         replaced = False
-        hold = request.hold = stream_hold.hold_for(scope, send)
+        hold = request.hold = stream_hold.hold_for(request.path, request.method, send)
 
         async def send_or_replace(message: Message) -> None:
             nonlocal replaced
@@ -195,13 +207,14 @@ class RequestMiddleware:
                 and message["status"] >= 400
             ):
                 replaced = True
-                await _respond(refusal, request.path, send)
+                await _respond(refusal, request.path, scope, send)
                 return
             if message["type"] == "http.response.start":
                 if hold is not None:
                     hold.wait_ended()
                 if message["status"] < 400:
                     _tell_wait(request, scope, message)
+                _expose(scope, message)
             await send(message)
 
         answer = self.app(scope, request.receive, send_or_replace)
@@ -222,14 +235,24 @@ def _tell_wait(request: Request, scope: Scope, message: Message) -> None:
         message["headers"] = [*message.get("headers", ()), (WAIT_HEADER, waited)]
 
 
-async def _respond(refusal: Refusal, path: str, send: Send) -> None:
+def _expose(scope: Scope, message: Message) -> None:
+    """Let a script in a browser read what an answer says of waits and retries."""
+    names = {name.lower() for name, _ in message.get("headers", ())}
+    if names.isdisjoint(_FOR_SCRIPTS) or b"origin" not in dict(scope.get("headers", ())):
+        return
+    message["headers"] = [*message["headers"], _EXPOSE]
+
+
+async def _respond(refusal: Refusal, path: str, scope: Scope, send: Send) -> None:
     body = refusal.body(path)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         *refusal.headers(),
     ]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    head = {"type": "http.response.start", "status": refusal.status, "headers": headers}
+    _expose(scope, head)
+    await send(head)
     await send({"type": "http.response.body", "body": body})
 
 

@@ -80,12 +80,12 @@ class Rule:
 rule: Rule | None = None
 
 
-def hold_for(scope: Message, send: Send) -> StreamHold | None:
+def hold_for(path: str, method: str, send: Send) -> StreamHold | None:
     """The hold of a request that may stream; None for all others."""
     if rule is None:
         return None
-    protocol = PROTOCOLS.get(scope.get("path", ""))
-    if protocol is None or scope.get("method") != "POST":
+    protocol = PROTOCOLS.get(path)
+    if protocol is None or method != "POST":
         return None
     return StreamHold(rule, protocol, send)
 

@@ -50,7 +50,7 @@ REQUEST = Recipe(
         "self.task: asyncio.Task[Any] | None = None": None,
         "request.task = asyncio.current_task()": None,
         "self.hold: stream_hold.StreamHold | None = None": None,
-        "hold = request.hold = stream_hold.hold_for(scope, send)": None,
+        "hold = request.hold = stream_hold.hold_for(request.path, request.method, send)": None,
         "if hold is not None and hold.began: await hold.forward(message, refusal) return": None,
         "answer = self.app(scope, request.receive, send_or_replace)": None,
         # One `if` where our hold stood between two.
@@ -60,9 +60,12 @@ REQUEST = Recipe(
                 hold.wait_ended()
             if message["status"] < 400:
                 _tell_wait(request, scope, message)
+            _expose(scope, message)
         """: """
-        if message["type"] == "http.response.start" and message["status"] < 400:
-            _tell_wait(request, scope, message)
+        if message["type"] == "http.response.start":
+            if message["status"] < 400:
+                _tell_wait(request, scope, message)
+            _expose(scope, message)
         """,
         """
         if hold is None:

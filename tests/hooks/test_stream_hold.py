@@ -151,8 +151,8 @@ def test_f8_the_framework_tells_what_a_body_says(server: Any, path: str) -> None
 
         one.on_import(omlx.engine_pool)
         one.on_import(server)
-        for stream in (True, False):
-            asyncio.run(post(path, {"model": "b", "stream": stream}, handler))
+        for stream, root in ((True, ""), (False, "/omlx")):
+            asyncio.run(post(path, {"model": "b", "stream": stream}, handler, root))
         asyncio.run(post("/v1/embeddings", {"stream": True}, None))
     finally:
         one.undo()
@@ -160,8 +160,8 @@ def test_f8_the_framework_tells_what_a_body_says(server: Any, path: str) -> None
     assert vars(Request)["json"] is stock
 
 
-async def post(path: str, body: Any, handler: Any) -> None:
-    """One request to an application of oMLX's framework, in pieces."""
+async def post(path: str, body: Any, handler: Any, root: str = "") -> None:
+    """One request to an application of oMLX's framework, in pieces; C14 where ``root``."""
     app = FastAPI()
     app.add_middleware(requests.RequestMiddleware)
 
@@ -188,8 +188,8 @@ async def post(path: str, body: Any, handler: Any) -> None:
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
-    await app({**scope, "query_string": b""}, receive, send)
+    scope = {"type": "http", "method": "POST", "path": root + path, "headers": headers}
+    await app({**scope, "root_path": root, "query_string": b""}, receive, send)
     assert sent[0]["status"] == 200
 
 

@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.middleware.cors import CORSMiddleware
 
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.refusal import LONGEST_RETRY_S, Refusal, retry_after
@@ -299,6 +300,94 @@ def test_f7_a_server_holds_a_client_that_pours_into_a_wait() -> None:
         return not any("Request.gone" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
     asyncio.run(asyncio.wait_for(test(), 60))
+
+
+EXPOSED = {"retry-after", "x-should-retry", "x-omlx-admission-wait-ms"}
+
+
+def exposed(headers: Any) -> set[str]:
+    """The headers that a browser lets a script of another origin read."""
+    values = [v.decode().lower() for name, v in headers if name == requests._EXPOSE[0]]
+    return {name.strip() for name in ", ".join(values).split(",") if name.strip()}
+
+
+@pytest.mark.parametrize("origin", [True, False])
+@pytest.mark.parametrize("refusal", [BUSY, NEVER, None])
+def test_c12_a_script_of_another_origin_may_read_what_the_headers_say(
+    refusal: Refusal | None, origin: bool
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request = requests.current.get()
+        assert request is not None
+        request.waited_s = 0.2
+        await answering(503 if refusal else 200, refusal)(scope, receive, send)
+
+    exchange = Exchange(app)
+    if origin:
+        exchange.scope["headers"] = [(b"origin", b"http://localhost:3000")]
+    asyncio.run(exchange.run())
+    assert exchange.status == (refusal.status if refusal else 200)
+    assert exposed(exchange.sent[0]["headers"]) == (EXPOSED if origin else set())
+
+
+def test_c12_an_answer_without_them_exposes_nothing() -> None:
+    exchange = Exchange(answering(200), "/health")
+    exchange.scope["headers"] = [(b"origin", b"http://localhost:3000")]
+    asyncio.run(exchange.run())
+    assert exchange.sent[0]["headers"] == []
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_c12_what_a_cors_middleware_allows_stays_allowed(outside: bool) -> None:
+    """oMLX adds its own after ours, so that it lies outside."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request = requests.current.get()
+        assert request is not None
+        request.waited_s = 0.2
+        await answering(200)(scope, receive, send)
+
+    exchange = Exchange(app)
+    inside: Any = app if outside else CORSMiddleware(app, ["*"], expose_headers=["X-Own"])
+    exchange._app = requests.RequestMiddleware(inside)
+    if outside:
+        exchange._app = CORSMiddleware(exchange._app, ["*"])  # type: ignore[assignment]
+    exchange.scope.update(method="GET", headers=[(b"origin", b"http://localhost:3000")])
+    asyncio.run(exchange.run())
+    headers = exchange.sent[0]["headers"]
+    assert (b"access-control-allow-origin", b"*") in headers
+    assert exposed(headers) == EXPOSED | (set() if outside else {"x-own"})
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "route"),
+    [
+        ("", "/v1/messages", "/v1/messages"),
+        ("/omlx", "/omlx/v1/messages", "/v1/messages"),
+        ("/omlx/", "/omlx/v1/messages", "/v1/messages"),
+        # A proxy has taken the prefix away already.
+        ("/omlx", "/v1/messages", "/v1/messages"),
+        ("/omlx", "/omlxx/v1/messages", "/omlxx/v1/messages"),
+        ("/v1", "/v1/v1/messages", "/v1/messages"),
+    ],
+)
+def test_c14_a_route_is_known_whatever_the_application_is_mounted_below(
+    root: str, path: str, route: str
+) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request = requests.current.get()
+        assert request is not None
+        seen.append(request.path)
+        await answering(500, BUSY)(scope, receive, send)
+
+    exchange = Exchange(app, path)
+    exchange.scope["root_path"] = root
+    asyncio.run(exchange.run())
+    assert seen == [route]
+    shape = "overloaded_error" if route == "/v1/messages" else None
+    assert exchange.body.get("error", {}).get("type") == shape
 
 
 def test_what_is_registered_for_the_end_runs_once_even_after_an_error(
