@@ -16,6 +16,9 @@ Who ends without an unload, and who does not:
   ended with an error event.
 * Whatever holds the pool's lock has found the model idle in the step before;
   the memory enforcer and the shutdown have their own reasons. They run stock.
+
+The model is marked in the step that decides, whether it is idle or not, and nothing
+here waits for the pool's lock, which a load of another model holds.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ _waited: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 @dataclass(slots=True)
 class Errand:
-    """One unload that was asked for by hand, of a model that is in use."""
+    """One unload that was asked for by hand."""
 
     pool: Any
     admission: Admission
@@ -113,29 +116,39 @@ class Errand:
 
 async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     """Let a model that is in use come to rest before stock tears it down."""
-    model = args[0] if args else kwargs["model_id"]
-    try:
-        errand = errand_of(pool, model)
-    except Exception as error:  # noqa: BLE001 - stock unloads whatever we do
-        faults.note("the unload by hand", error)
-        errand = None
+    errand = _errand(pool, args[0] if args else kwargs["model_id"])
     if errand is None:
         return await wrapped(*args, **kwargs)
     return await carry_out(errand, lambda: wrapped(*args, **kwargs))
 
 
 async def request_unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
-    """The admin's unload since 0.6.2, which ends what runs: only where that is wanted."""
+    """The admin's unload since 0.6.2: as every other one by hand, without the lock.
+
+    Stock looks at the model, and ends what runs, when it has the pool's lock; until then
+    another model may load for minutes, and the model is handed out (F2, C22).
+    """
     model = args[0] if args else kwargs["model_id"]
-    try:
-        errand = errand_of(pool, model)
-    except Exception as error:  # noqa: BLE001 - as above
-        faults.note("the unload by hand", error)
-        errand = None
-    if errand is None or errand.now:
+    errand = _errand(pool, model)
+    if errand is None:
         return await wrapped(*args, **kwargs)
-    unloaded = await carry_out(errand, lambda: wrapped(*args, **kwargs))
-    return True if unloaded is None else unloaded
+    await carry_out(errand, lambda: pool._unload_engine(model))
+    return True
+
+
+def _errand(pool: Any, model: str) -> Errand | None:
+    """:func:`errand_of`; None too where that fails.
+
+    Raises:
+        Exception: our refusal (409) of an unload that was wanted only if the model is idle.
+    """
+    try:
+        return errand_of(pool, model)
+    except Exception as error:
+        if unload_modes.is_refusal(error):
+            raise
+        faults.note("the unload by hand", error)
+        return None
 
 
 def get_entry(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
@@ -161,7 +174,12 @@ def get_entry(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
 
 
 def errand_of(pool: Any, model: str) -> Errand | None:
-    """What has to be done before stock may unload ``model``; None where it may at once."""
+    """What has to be done before stock may unload ``model``; None where it may at once.
+
+    Raises:
+        Exception: our refusal (409): the model is wanted unloaded only if it is idle. It
+            is marked in the step that finds it so.
+    """
     state = state_of(pool)
     asked_in, admission = requests.current.get(), state.admission
     if asked_in is None or admission is None or admission.broken or admission.closing:
@@ -171,15 +189,20 @@ def errand_of(pool: Any, model: str) -> Errand | None:
     holding.let_go(model)  # a benchmark that unloads its model does not wait for itself
     port, entry = admission.port, pool._entries.get(model)
     assert isinstance(port, OmlxPool)
-    if entry is None or entry.engine is None or model in unloading_models(pool):
-        return None
-    # Whoever holds the lock has asked the same a step ago: a drain never waits in it.
-    if not port.in_use(model) or _is_enforcer(pool):
+    if entry is None or entry.engine is None:
         return None
     # A benchmark outlives the request that began it, and nobody leaves from it.
     in_request = not asked_in.ended and asyncio.current_task() is asked_in.task
     request = asked_in if in_request else None
-    mode = unload_modes.mode_of(request) if request is not None else Mode.DRAIN
+    mode = Mode.DRAIN
+    if request is not None and unload_modes.is_unload(request):
+        # Idle or not: whoever is asked for next waits for the next load.
+        mode = unload_modes.mode_of(request)
+        if mode is Mode.IF_IDLE:
+            unload_modes.refuse_unless_idle(pool, request, model)
+    elif model in unloading_models(pool) or not port.in_use(model) or _is_enforcer(pool):
+        # Whoever holds the lock has asked the same a step ago: a drain never waits in it.
+        return None
     return Errand(
         pool,
         admission,
@@ -239,6 +262,8 @@ async def _come_to_rest(errand: Errand, leave: Leave) -> None:
     def may_go() -> bool:
         return _may_go(errand, leave)
 
+    if may_go():
+        return
     if errand.now:
         await unload_modes.end_requests(errand.engine, errand.model)
         await leave.wait(may_go, loop.time() + _CUT_S, None)
@@ -284,6 +309,9 @@ def _join(errand: Errand) -> Leave:
         # Not by the pool's own method, which leaves pinned models alone: the
         # operator may unload those, and in stock that holds whatever they run.
         entry.pending_unload_reason = f"{UNLOAD_REASON} by hand"
+    if _may_go(errand, leave):
+        return leave  # it is idle: its teardown follows in this very step
+    leave.drains = True
     logger.info("admission: '%s' drains, to be unloaded by hand", errand.model)
     errand.admission.observer.drain_began((errand.model,), "an unload by hand")
     errand.admission.changed()
@@ -304,12 +332,13 @@ def _withdraw(errand: Errand, leave: Leave) -> None:
     if _gone(errand) or not isinstance(reason, str) or not reason.startswith(UNLOAD_REASON):
         return
     entry.pending_unload_reason = None
-    logger.info("admission: the unload of '%s' is withdrawn", errand.model)
+    if leave.drains:
+        logger.info("admission: the unload of '%s' is withdrawn", errand.model)
     swap = admission.policy.swap
     if swap is not None and errand.model in admission.policy.marked:
         # It drained for a swap as well, and does so still.
         admission.port.mark(errand.model, swap.target)
-    else:
+    elif leave.drains:
         admission.observer.drain_withdrawn((errand.model,))
     admission.changed()
 

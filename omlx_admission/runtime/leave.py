@@ -32,12 +32,14 @@ class Leave:
     Attributes:
         engine: the engine that leaves; one that was loaded after it stays.
         askers: how many wait for it. With the last of them the wish goes.
+        drains: it was in use when it was marked.
         tearing_down: one of them unloads it now; the others wait for the end of that.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.askers = 0
+        self.drains = False
         self.tearing_down = False
         # In order: who asked first tears down.
         self._waiting: dict[asyncio.Future[None], None] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -600,33 +601,138 @@ def test_our_own_failure_while_it_waits_lets_stock_unload(
     assert "the unload by hand failed" in caplog.text
 
 
+def by_admin(house: House, query: str = "") -> ByHand:
+    """What the admin's unload route does with the pool since 0.6.2."""
+    if not hasattr(house.pool, "request_unload"):
+        pytest.skip("this oMLX has no request_unload")
+
+    async def route() -> Any:
+        house.pool.get_entry("a")
+        return await house.pool.request_unload("a", reason="manual admin unload")
+
+    return ByHand(route, path="/admin/api/models/a/unload", query=query)
+
+
+DOORS = {"public": lambda house, query="": unload(house.pool, query=query), "admin": by_admin}
+by_every_door = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+
+
 def test_the_admin_route_of_newer_releases_drains_first(make_house: Make) -> None:
     async def test() -> None:
         house = make_house()
-        if not hasattr(house.pool, "request_unload"):
-            pytest.skip("this oMLX has no request_unload")
         engine = await house.get("a")
-
-        def admin(query: str = "") -> ByHand:
-            return ByHand(
-                lambda: house.pool.request_unload("a", reason="manual admin unload"),
-                path="/admin/api/models/a/unload",
-                query=query,
-            )
-
-        by_hand = admin()
+        by_hand = by_admin(house)
         await settle()
         assert drains(house)
         engine.abort_all_requests.assert_not_awaited()
         await house.release("a")
         assert await by_hand.task is True
-        engine = await house.get("a")
-        # Its own way, where that is asked for: requests end, 202, a follower unloads.
-        assert await admin("mode=now").task is False
-        engine.abort_all_requests.assert_awaited_once()
-        late = house.ask("a")
+        house.assert_idle()
+
+    run(test)
+
+
+@by_every_door
+@pytest.mark.parametrize("query", ["", "mode=now", "mode=if-idle"])
+def test_f2_what_came_after_the_unload_of_an_idle_model_is_not_cut(
+    make_house: Make, door: Callable[..., ByHand], query: str
+) -> None:
+    """Another model loads meanwhile, and has the pool's lock."""
+
+    async def test() -> None:
+        house = make_house()
+        dying = await house.get("a")
         await house.release("a")
-        assert await late is not engine
+        house.hold_loads = True
+        for_d = house.ask("d")
+        await until(lambda: "load d" in house.events)
+        by_hand = door(house, query)
+        await asyncio.sleep(0)  # it has come as far as to its first wait
+        late = house.ask("a")
+        assert await by_hand.task in ("unloaded", True)
+        assert not for_d.done()
+        assert not late.done()
+        dying.abort_all_requests.assert_not_awaited()
+        house.hold_loads = False
+        await house.let_load("d")
+        assert await late is not dying
+        await for_d
+        await house.release("a")
+        await house.release("d")
+        house.assert_idle()
+
+    run(test)
+
+
+@by_every_door
+def test_c22_now_acts_at_once_while_another_model_loads(
+    make_house: Make, door: Callable[..., ByHand]
+) -> None:
+    async def test() -> None:
+        house = make_house()
+        engine = await house.get("a")
+
+        async def abort(**said: str) -> int:
+            await house.release("a")
+            return 1
+
+        engine.abort_all_requests.side_effect = abort
+        house.hold_loads = True
+        for_d = house.ask("d")
+        await until(lambda: "load d" in house.events)
+        assert await door(house, "mode=now").task in ("unloaded", True)
+        engine.abort_all_requests.assert_awaited_once()
+        assert not for_d.done()
+        await house.let_load("d")
+        await for_d
+        await house.release("d")
+        house.assert_idle()
+
+    run(test)
+
+
+@by_every_door
+def test_c23_work_that_ends_without_a_lease_is_waited_for(
+    make_house: Make, door: Callable[..., ByHand]
+) -> None:
+    """The last answer is out, its engine has yet to put it away: nobody is cut."""
+
+    async def test() -> None:
+        house = make_house()
+        if not hasattr(house.pool, "_entry_has_scheduler_work"):
+            pytest.skip("this oMLX does not look at its schedulers")
+        engine = await house.get("a")
+        engine.scheduler = MagicMock(running={"r1": None})
+        await house.release("a")
+        by_hand = door(house)
+        await settle()
+        assert drains(house)
+        engine.scheduler = None
+        assert await by_hand.task in ("unloaded", True)
+        engine.abort_all_requests.assert_not_awaited()
+        house.assert_idle()
+
+    run(test)
+
+
+def test_if_idle_looks_again_in_the_step_that_marks(make_house: Make) -> None:
+    """A route of a later release might wait between its look and the unload."""
+
+    async def test() -> None:
+        house = make_house()
+        engine = await house.get("a")
+        await house.release("a")
+
+        async def route() -> None:
+            house.pool.get_entry("a")
+            await house.get("a")
+            await house.pool._unload_engine("a")
+
+        by_hand = ByHand(route, query="mode=if-idle")
+        with pytest.raises(admission_refused()):
+            await by_hand.task
+        assert by_hand.code == "model_not_idle"
+        engine.stop.assert_not_awaited()
         await house.release("a")
         house.assert_idle()
 
