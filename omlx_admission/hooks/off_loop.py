@@ -22,6 +22,7 @@ from typing import Any
 from omlx_admission.hooks import faults, gpu_engine, resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.runtime.to_its_end import to_its_end
 
 BATCHED = "omlx.engine.batched"
 VLM = gpu_engine.VLM
@@ -96,20 +97,22 @@ async def stop(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         return await wrapped(*args, **kwargs)
     done = asyncio.get_running_loop().create_future()
     setattr(engine, _ATTRIBUTE, done)
+    return await to_its_end(
+        _stop(wrapped, engine, core, args, kwargs),
+        f"admission-stop:{gpu_engine.name_of(core)}",
+    )
+
+
+async def _stop(wrapped: Any, engine: Any, core: Any, args: Any, kwargs: Any) -> Any:
     try:
-        await handle.stop()
+        await engine._engine.stop()
         return await _close(wrapped, engine, core, args, kwargs)
     finally:
-        vars(engine).pop(_ATTRIBUTE, None)
-        done.set_result(None)
+        vars(engine).pop(_ATTRIBUTE).set_result(None)
 
 
 async def _close(wrapped: Any, engine: Any, core: Any, args: Any, kwargs: Any) -> Any:
-    """Run stock's ``stop`` on a thread of its own and wait for its end, come what may.
-
-    A cancel is raised when the teardown is over, which is when stock, having blocked the
-    loop all the while, would see it.
-    """
+    """Run stock's ``stop`` on a thread of its own and wait for its end."""
     try:
         # A pool of its own: the loop's own threads may all be taken by long work.
         thread = concurrent.futures.ThreadPoolExecutor(1, "admission-close")
@@ -124,18 +127,8 @@ async def _close(wrapped: Any, engine: Any, core: Any, args: Any, kwargs: Any) -
     except Exception as error:  # noqa: BLE001 - no thread to be had, for one
         faults.note("closing an engine off the loop", error)
         return await wrapped(*args, **kwargs)
-    cancelled: asyncio.CancelledError | None = None
-    while not begun.done():
-        try:
-            await asyncio.wait({begun})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    coroutine, ended, value = begun.result()
-    if not ended:
-        value = await _rest(coroutine, value)
-    if cancelled is not None:
-        raise cancelled
-    return value
+    coroutine, ended, value = await begun
+    return value if ended else await _rest(coroutine, value)
 
 
 def _begin(wrapped: Any, args: Any, kwargs: Any) -> tuple[Coroutine[Any, Any, Any], bool, Any]:
@@ -164,10 +157,19 @@ def _rest(coroutine: Coroutine[Any, Any, Any], first: Any) -> Generator[Any, Any
 
 
 async def start(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-    """An engine that is being stopped starts again after that, as it does in stock."""
+    """An engine that is being stopped starts again after that, as it does in stock.
+
+    A start that fails, or is cancelled, after it has made the core leaves no loop behind:
+    it would keep the model in memory, and nobody could stop it.
+    """
     while (stopping := vars(engine).get(_ATTRIBUTE)) is not None:
         await asyncio.wait({stopping})
-    return await wrapped(*args, **kwargs)
+    try:
+        return await wrapped(*args, **kwargs)
+    except BaseException:
+        if vars(engine).get("_engine") is not None and not engine._loaded:
+            await engine.stop()
+        raise
 
 
 async def add_request(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from omlx_admission.hooks import faults, holding
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState, Verified, marked_by_us, state_of
+from omlx_admission.runtime.to_its_end import to_its_end
 
 POOL = "omlx.engine_pool"
 
@@ -420,7 +421,10 @@ async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
 
 
 async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
-    """Mark the model before the first await of its teardown; join one in progress."""
+    """Mark the model before the first await of its teardown; join one in progress.
+
+    Nothing interrupts a teardown, and the mark stays until it has ended.
+    """
     model_id = args[0] if args else kwargs["model_id"]
     state = state_of(pool)
     while (teardown := state.unloading.get(model_id)) is not None:
@@ -428,12 +432,20 @@ async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     entry = pool._entries.get(model_id)
     if entry is None or entry.engine is None:
         return await wrapped(*args, **kwargs)
-    done = state.unloading[model_id] = asyncio.Event()
+    state.unloading[model_id] = asyncio.Event()
+    return await to_its_end(
+        _tear_down(wrapped, state, model_id, args, kwargs), f"admission-unload:{model_id}"
+    )
+
+
+async def _tear_down(
+    wrapped: Any, state: PoolState, model_id: str, args: Any, kwargs: Any
+) -> Any:
+    """Run stock's teardown; a cancel half-way would leave a dead engine, or its bytes."""
     try:
         return await wrapped(*args, **kwargs)
     finally:
-        del state.unloading[model_id]
-        done.set()
+        state.unloading.pop(model_id).set()
         state.changed()
 
 

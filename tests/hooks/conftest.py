@@ -107,6 +107,10 @@ class House:
     def resident(self) -> set[str]:
         return {m for m, e in self.pool._entries.items() if e.engine is not None}
 
+    def tracked(self) -> int:
+        """What the pool's own count of bytes has to be: the sum of what is resident."""
+        return sum(SIZES[model] for model in self.resident())
+
     @property
     def admission(self) -> Any:
         return state_of(self.pool).admission

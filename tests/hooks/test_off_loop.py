@@ -183,21 +183,50 @@ def test_a_start_waits_for_the_stop(bench: Bench, kind: Callable[[], type]) -> N
     async def test() -> None:
         flush = Gate()
         engine = bench.engine(kind(), flush=flush)
+        core = engine._engine.engine
         stopping = task(engine.stop())
         await flush.until_reached()
         assert engine._loaded is False
         started: list[bool] = []
 
         async def stock() -> None:
-            started.append(stopping.done())
+            started.append(core._closed and engine._engine is None)
 
         starting = task(off_loop.start(stock, engine, (), {}))
         assert ours(kind()) == {"start", "stop"}
         await turns()
         assert not started
         flush.open()
-        await starting
+        await asyncio.gather(starting, stopping)
         assert started == [True]
+
+    run(test)
+
+
+@each_kind
+def test_f1_a_start_that_is_cancelled_leaves_no_loop_behind(
+    bench: Bench, kind: Callable[[], type]
+) -> None:
+    """The loop holds the model, and an engine that nobody knows is never stopped."""
+
+    async def test() -> None:
+        engine = bench.engine(kind())
+        core = engine._engine.engine
+        engine._loaded = False
+        waits = asyncio.Event()
+
+        async def stock() -> None:
+            await core.start()
+            waits.set()
+            await asyncio.sleep(3600)  # a draft model, for one
+
+        starting = task(off_loop.start(stock, engine, (), {}))
+        await waits.wait()
+        loop = core._task
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert loop.done() and core._closed and engine._engine is None
 
     run(test)
 
@@ -284,24 +313,26 @@ def test_a_stop_that_gives_the_loop_back_goes_on_there(bench: Bench) -> None:
         from omlx.engine.batched import BatchedEngine
 
         seen: list[str] = []
+        go_on = asyncio.Event()
 
-        async def stock() -> str:
+        async def stock() -> None:
             seen.append(threading.current_thread().name)
             await asyncio.sleep(0)
             seen.append(threading.current_thread().name)
-            try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                seen.append("cancelled")
-            return "value"
+            await go_on.wait()
+            seen.append("ended")
 
         engine = bench.engine(BatchedEngine)
         stopping = task(off_loop.stop(stock, engine, (), {}))
         await until(lambda: len(seen) == 2)
         await turns()
         stopping.cancel()
-        assert await stopping == "value"
-        assert seen == ["admission-close_0", "MainThread", "cancelled"]
+        await turns()
+        assert not stopping.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert seen == ["admission-close_0", "MainThread", "ended"]
         await engine.stop()
 
     run(test)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,17 +101,76 @@ def test_a_second_unload_joins_the_first(make_house: Make) -> None:
     run(test)
 
 
-def test_an_unload_that_is_cancelled_leaves_no_mark(make_house: Make) -> None:
+def test_f1_a_cancel_waits_for_the_end_of_the_teardown(make_house: Make) -> None:
+    """Cancelled half-way it would leave a stopped engine to be handed out."""
+
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        dying = await house.get("a", lease=False)
+        house.hold_unloads = True
+        unload = asyncio.ensure_future(house.pool._unload_engine("a"))
+        await until(lambda: "unload a" in house.events)
+        for _ in range(2):
+            unload.cancel()
+            await settle()
+            assert not unload.done()
+        request = house.ask("a")
+        await settle()
+        assert not request.done()
+        await house.let_unload("a")
+        with pytest.raises(asyncio.CancelledError):
+            await unload
+        assert await request is not dying
+        assert house.tracked() == house.pool._current_model_memory == 600
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_f1_a_cancel_after_the_engine_has_gone_leaves_no_bytes(
+    make_house: Make, mocker: Any
+) -> None:
+    """Stock takes the bytes off its books last, after it has waited on a shared thread."""
+
+    async def test() -> None:
+        house = make_house(features={"resident"})
+        await house.get("a", lease=False)
+        busy = threading.Event()
+        thread = concurrent.futures.ThreadPoolExecutor(1)
+        mocker.patch("omlx.engine_core._global_mlx_executor", thread)
+        thread.submit(busy.wait)
+        unload = asyncio.ensure_future(house.pool._unload_engine("a"))
+        await until(lambda: house.entry("a").engine is None)
+        unload.cancel()
+        await settle()
+        assert not unload.done()
+        busy.set()
+        with pytest.raises(asyncio.CancelledError):
+            await unload
+        thread.shutdown()
+        assert house.pool._current_model_memory == 0
+        house.assert_idle()
+
+    run(test)
+
+
+def test_f1_who_joins_a_teardown_may_be_cancelled(make_house: Make) -> None:
     async def test() -> None:
         house = make_house(features={"resident"})
         await house.get("a", lease=False)
         house.hold_unloads = True
-        unload = asyncio.ensure_future(house.pool._unload_engine("a"))
+        first = asyncio.ensure_future(house.pool._unload_engine("a"))
         await until(lambda: "unload a" in house.events)
-        unload.cancel()
+        second = asyncio.ensure_future(house.pool._unload_engine("a"))
+        await settle()
+        second.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await unload
-        house.assert_idle()
+            await second
+        assert "a" in state_of(house.pool).unloading
+        await house.let_unload("a")
+        await first
+        assert house.pool._current_model_memory == 0
 
     run(test)
 
