@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import omlx_admission
 from omlx_admission import _startup
+
+_HERE = Path(__file__).resolve().parents[1]
 
 # The installed .pth line has run in this process too; here each test applies and
 # undoes the hooks itself.
@@ -41,7 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a folder that holds no oMLX before anything runs."""
+    """Refuse a folder that holds no oMLX, and another checkout's package."""
+    # Where the package is installed, its .pth line imported it before pytest set the path.
+    imported = Path(omlx_admission.__file__).resolve().parents[1]
+    if imported != _HERE:
+        raise pytest.UsageError(
+            f"the package is imported from {imported}: to test {_HERE} set PYTHONPATH to it"
+        )
     for option in ("--omlx-src", "--omlx-native"):
         for source in config.getoption(option):
             if not (Path(source) / "omlx" / "engine_pool.py").is_file():

@@ -22,6 +22,8 @@ from omlx_admission.surfaces.demo.server import Server
 #: beside either, and X never fits.
 SIZES = {"a": 1_650_000_000, "b": 1_650_000_000, "d": 300_000_000, "x": 5_000_000_000}
 
+#: The part of the ceiling that does not move, where the rest does: X never fits.
+STATIC_GB = 4.0
 
 #: Suites of what none of the changes in ``patches/`` brings to oMLX.
 _NOT_IN_PATCHES = frozenset({"test_stream_hold", "test_unloads"})
@@ -74,7 +76,9 @@ def serve(omlx: Omlx, models: Path, tmp_path: Path) -> Iterator[Callable[..., Se
     """Start a patched server: ``serve(load_s=2.0, OMLX_ADMISSION_MAX_WAIT_S="2")``.
 
     ``plan`` is more of the plan of ``surfaces/demo/launch.py``, ``arguments`` of the
-    command line.
+    command line. With ``ceiling_gb=2.7`` the server runs in oMLX's default tier and the
+    ceiling moves by ``server.set_ceiling(1.2)``; X is still too large for ever, unless
+    ``plan`` states another ``static_gb``. Loads that hang go on when the test ends.
     """
     running: list[Server] = []
 
@@ -84,17 +88,22 @@ def serve(omlx: Omlx, models: Path, tmp_path: Path) -> Iterator[Callable[..., Se
         failing: tuple[str, ...] = (),
         plan: dict[str, object] | None = None,
         arguments: Sequence[str] = (),
+        ceiling_gb: float | None = None,
         **env: str,
     ) -> Server:
         wanted = env.pop("OMLX_ADMISSION", "1") == "1"
         if omlx.native and not wanted:
             env["OMLX_ADMISSION_QUEUE"] = "0"
+        more: dict[str, object] = {"hang_until": str(tmp_path / "hangs-end")}
+        if ceiling_gb is not None:
+            more["static_gb"] = STATIC_GB
         server = Server(
             models,
             tmp_path / f"base{len(running)}",
             patched=wanted and not omlx.native,
             source=omlx.source,
-            plan={"load_s": load_s, "failing": failing, **(plan or {})},
+            plan={"load_s": load_s, "failing": failing, **more, **(plan or {})},
+            ceiling_gb=ceiling_gb,
             environment=env,
             arguments=arguments,
             **({"python": omlx.python} if omlx.python else {}),
@@ -104,6 +113,7 @@ def serve(omlx: Omlx, models: Path, tmp_path: Path) -> Iterator[Callable[..., Se
         return server
 
     yield start
+    (tmp_path / "hangs-end").touch()
     for server in running:
         server.__exit__()
     for server in running:

@@ -96,12 +96,15 @@ class ProcessMemoryEnforcer:
             return max(0, self._memory_guard_custom_ceiling_bytes)
         return get_phys_footprint() + int(psutil.virtual_memory().available)
 
+    def _get_effective_metal_cap_bytes(self) -> int:
+        return int(mx.device_info().get("max_recommended_working_set_size", 0))
+
     def get_ceiling_breakdown(self) -> dict[str, int]:
         """The parts of the ceiling; all 0 when the guard is off."""
         if not self._prefill_memory_guard:
             return {"static": 0, "dynamic": 0, "metal_cap": 0, "hard_limit": 0}
         static, dynamic = self._get_static_ceiling(), self._get_dynamic_ceiling()
-        metal = int(mx.device_info().get("max_recommended_working_set_size", 0))
+        metal = self._get_effective_metal_cap_bytes()
         parts = [static, dynamic, *([metal] if metal > 0 else [])]
         return {
             "static": static,

@@ -1,15 +1,30 @@
 """Run ``omlx serve`` with loads that take time, for the demo and the live tests.
 
 Tiny models load in milliseconds; what users wait for is the loading of tens of
-gigabytes. The pause stands before the engine's own start, inside oMLX's load
-and under whatever locks oMLX holds there.
+gigabytes. The pause stands before the engine's own start, inside oMLX's load and under
+whatever locks oMLX holds there, on the thread that the load itself runs on.
 
-Usage: ``python -m omlx_admission.surfaces.demo.launch PLAN serve ...`` where
-PLAN is JSON: ``{"load_s": 3.0, "per_model": {"b": 5.0}, "failing": ["c"],
-"keepalive_s": 0.5, "pretend_audio": true}`` (seconds; model names are folder names;
-``keepalive_s`` is the interval of oMLX's keep-alives on streams, which no option of
-oMLX's sets). Audio engines that pretend load nothing and answer something made up: no
-tiny model is a speech model.
+Usage: ``python -m omlx_admission.surfaces.demo.launch PLAN serve ...`` where PLAN is JSON
+with any of these (seconds; model names are folder names):
+
+``load_s``: what every load takes; ``per_model``: what those of some models take instead,
+``{"b": 5.0}`` or one after the other, the last one from then on: ``{"b": [0.5, 18.0]}``.
+
+``failing``: models whose loads fail, after that time.
+
+``hang``: models whose loads never end. ``{"b": "thread"}`` is stuck on the thread of the
+load; with ``"await"`` no thread is at work for it. ``hang_until``: a file; once it is
+there, what hangs goes on and nothing hangs any more.
+
+``ceiling_file``: a file with the moving part of the ceiling of oMLX's memory guard, in GB
+as ``--memory-guard-gb`` counts them, read whenever oMLX asks for it (tier ``custom`` has
+no moving part). ``static_gb`` and ``metal_gb``: the parts that do not move; the cap of 0
+is none.
+
+``keepalive_s``: interval of oMLX's keep-alives on streams, which no option of oMLX's sets.
+
+``pretend_audio``: audio engines load nothing and answer something made up: no tiny model
+is a speech model.
 """
 
 from __future__ import annotations
@@ -20,6 +35,9 @@ import inspect
 import json
 import os
 import sys
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import wrapt
@@ -39,17 +57,36 @@ _ANSWERS: dict[str, Any] = {
     "process": b"RIFF",
 }
 
+_GB = 1024**3
+
+#: Seconds between two looks of a load that hangs at whether it may go on.
+_LOOK_S = 0.05
+
 
 def slow_down(plan: dict[str, Any]) -> None:
-    """Make every load take the seconds that ``plan`` gives, or fail."""
+    """Make every load take the seconds that ``plan`` gives, fail or hang."""
     seconds = float(plan.get("load_s", 0.0))
-    per_model: dict[str, float] = plan.get("per_model", {})
+    per_model = {m: _turns(value) for m, value in plan.get("per_model", {}).items()}
     failing = frozenset(plan.get("failing", ()))
+    hangs = _hangs(plan.get("hang", {}))
+    until = plan.get("hang_until")
+
+    def is_over() -> bool:
+        return until is not None and os.path.exists(until)
 
     async def start(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         name = os.path.basename(str(engine._model_name).rstrip("/"))
         if not _is_loaded(engine):
-            await asyncio.sleep(per_model.get(name, seconds))
+            left = per_model.get(name, [seconds])
+            takes = float(left.pop(0) if len(left) > 1 else left[0])
+            match hangs.get(name):
+                case "await":
+                    while not is_over():  # noqa: ASYNC110 - a file tells
+                        await asyncio.sleep(_LOOK_S)
+                case "thread":
+                    await _on_load_thread(engine, lambda: _wait_for(is_over))
+            if takes:
+                await _on_load_thread(engine, lambda: time.sleep(takes))
             if name in failing:
                 raise RuntimeError(f"the plan says that loading {name} fails")
         return await wrapped(*args, **kwargs)
@@ -69,6 +106,65 @@ def slow_down(plan: dict[str, Any]) -> None:
             lambda server: hurry(server._with_sse_keepalive, float(plan["keepalive_s"])),
             "omlx.server",
         )
+    wrapt.register_post_import_hook(
+        lambda module: _set_ceiling(module.ProcessMemoryEnforcer, plan),
+        "omlx.process_memory_enforcer",
+    )
+
+
+def _turns(value: Any) -> list[float]:
+    """Seconds of the first load and of those that follow."""
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _hangs(hang: dict[str, str]) -> dict[str, str]:
+    for name, how in hang.items():
+        if how not in ("await", "thread"):
+            raise ValueError(f'"hang" of {name} is {how!r}; it can be "await" or "thread"')
+    return hang
+
+
+async def _on_load_thread(engine: Any, work: Any) -> None:
+    """Run ``work`` where this engine's load runs."""
+    from omlx.engine_core import get_mlx_executor
+
+    def load() -> None:
+        work()
+
+    # Loads of text models may be sent to a thread of their own; they are told by name.
+    load.__module__ = type(engine).__module__
+    load.__name__ = "_load_model_sync" if load.__module__.endswith("batched") else "load"
+    await asyncio.get_running_loop().run_in_executor(get_mlx_executor(), load)
+
+
+def _wait_for(is_over: Any) -> None:
+    # A thread of an executor is joined when the process ends.
+    while not is_over() and threading.main_thread().is_alive():
+        time.sleep(_LOOK_S)
+
+
+def _set_ceiling(enforcer: Any, plan: dict[str, Any]) -> None:
+    """Give the parts of the ceiling the values that ``plan`` states."""
+    for key, method in (
+        ("static_gb", "_get_static_ceiling"),
+        ("metal_gb", "_get_effective_metal_cap_bytes"),
+    ):
+        if key in plan:
+            _answer(enforcer, method, int(float(plan[key]) * _GB))
+    if "ceiling_file" not in plan:
+        return
+    file = Path(plan["ceiling_file"])
+
+    def moving(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if instance.memory_guard_tier == "custom":
+            return wrapped(*args, **kwargs)
+        return int(float(file.read_text()) * _GB)
+
+    wrapt.wrap_function_wrapper(enforcer, "_get_dynamic_ceiling", moving)
+
+
+def _answer(owner: Any, method: str, value: Any) -> None:
+    wrapt.wrap_function_wrapper(owner, method, lambda _w, _i, _a, _k: value)
 
 
 def hurry(keepalive: Any, seconds: float) -> None:

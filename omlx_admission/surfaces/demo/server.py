@@ -33,6 +33,9 @@ class Server:
         python: interpreter that has what that oMLX needs.
         plan: see :mod:`omlx_admission.surfaces.demo.launch`.
         environment: variables on top of the current ones.
+        memory_gb: a ceiling that does not move.
+        ceiling_gb: instead of it the moving part of the ceiling in oMLX's default tier, to
+            begin with; see `set_ceiling`.
         start_s: longest wait in seconds for the server to answer.
     """
 
@@ -45,6 +48,7 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
     memory_gb: float | None = 2.7
+    ceiling_gb: float | None = None
     port: int = 0
     start_s: float = 60.0
 
@@ -70,6 +74,8 @@ class Server:
     def __enter__(self) -> Server:
         self.base.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
+        if self.ceiling_gb is not None:
+            self.set_ceiling(self.ceiling_gb)
         self._log = self.log_path.open("wb")
         try:
             self._process = subprocess.Popen(
@@ -100,6 +106,17 @@ class Server:
         if self._log is not None:
             self._log.close()
 
+    def set_ceiling(self, gb: float) -> None:
+        """Move the ceiling of a server that was given ``ceiling_gb``."""
+        # In one step: the server may read at any moment.
+        new = self._ceiling.with_suffix(".new")
+        new.write_text(f"{gb:g}")
+        new.replace(self._ceiling)
+
+    @property
+    def _ceiling(self) -> Path:
+        return self.base.resolve() / "ceiling"
+
     @property
     def pid(self) -> int:
         """Process id of the running server."""
@@ -108,11 +125,14 @@ class Server:
 
     def _command(self) -> list[str]:
         command = [self.python, "-m", "omlx_admission.surfaces.demo.launch"]
-        command += [json.dumps(dict(self.plan)), "serve"]
+        plan = dict(self.plan)
+        if self.ceiling_gb is not None:
+            plan["ceiling_file"] = str(self._ceiling)
+        command += [json.dumps(plan), "serve"]
         command += ["--model-dir", str(self.models.resolve())]
         command += ["--base-path", str(self.base.resolve())]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        if self.memory_gb is not None:
+        if self.memory_gb is not None and self.ceiling_gb is None:
             command += ["--memory-guard-gb", f"{self.memory_gb:g}"]
         return [*command, *self.arguments]
 
