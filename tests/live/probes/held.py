@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import json
 import logging
+import os
 import sys
 
 from omlx_admission import _startup
@@ -257,7 +258,9 @@ async def main():
                 found[name.removeprefix("story_")] = await story(pool)
     with contextlib.suppress(Exception):
         await pool.shutdown()
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
+    # oMLX's threads do not all end with the interpreter.
+    os._exit(0)
 
 
 if __name__ == "__main__":
