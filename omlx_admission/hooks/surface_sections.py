@@ -23,7 +23,7 @@ def register(observer: Observer) -> list[Callable[[], None]]:
     if turn is not None and getattr(turn, "observer", turn) is None:  # oMLX's has none
         turn.observer = lambda span: observer.turn(span.name, span.asked, span.start, span.end)
     return [
-        observer.register_section("gpu_turn", turn_section, turn_problems),
+        observer.register_section("gpu_turn", turn_section, turn_problems, read_sites),
         observer.register_section("exposure", exposure.section, refresh=exposure.refresh),
     ]
 
@@ -31,7 +31,7 @@ def register(observer: Observer) -> list[Callable[[], None]]:
 def turn_section() -> dict[str, Any]:
     """Who has the turn, who waits for it, and where it is held at all."""
     turn = gpu_native.current()
-    sites = [{"name": s.name, "covered": s.covered, "note": s.note} for s in _sites()]
+    sites = [{"name": s.name, "covered": s.covered, "note": s.note} for s in _sites]
     if turn is None:
         return {"on": False, "sites": sites}
     state = turn.snapshot()
@@ -82,9 +82,18 @@ def turn_problems() -> Iterable[Problem]:
         )
 
 
+#: Empty until the watching thread has read them.
+_sites: list[gpu_sites.Site] = []
+
+
 @cache
-def _sites() -> tuple[gpu_sites.Site, ...]:
-    return tuple(gpu_sites.present(gate.Source(gate.find())))
+def _find_sites() -> list[gpu_sites.Site]:
+    return gpu_sites.present(gate.Source(gate.find()))
+
+
+def read_sites() -> None:
+    """Find the sites of this oMLX, once; on the watching thread: its source takes a second."""
+    _sites[:] = _find_sites()
 
 
 class Exposure:

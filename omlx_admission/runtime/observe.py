@@ -436,6 +436,7 @@ class Observer:
         stop = self._watching = threading.Event()
 
         def watch() -> None:
+            self.look()
             while not stop.wait(LOOK_S):
                 self.look()
 

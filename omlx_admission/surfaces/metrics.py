@@ -22,15 +22,23 @@ _PREFIX = "omlx_admission_"
 Render = Callable[[Facts, Observer], bytes]
 
 
+#: The one other form than plain text. Nothing else of what a client may ask is passed on:
+#: every version and escaping would be a reading of its own, and some are no number.
+_OPENMETRICS = "application/openmetrics-text"
+
+
 def format_for(accept: str) -> tuple[Render, str]:
-    """How to write what ``accept`` asks for, and its content type.
+    """How to write what ``accept`` asks for, and its content type, which is one of two.
 
     Raises:
         ImportError: ``prometheus_client`` is not installed.
     """
+    # These on the caller's thread, for the first time: reading them takes a while.
+    import prometheus_client.core  # noqa: F401
     from prometheus_client.exposition import choose_encoder
 
-    encode, kind = choose_encoder(accept)
+    wanted = f"{_OPENMETRICS};version=1.0.0" if _OPENMETRICS in accept else ""
+    encode, kind = choose_encoder(wanted)
 
     def render(facts: Facts, observer: Observer) -> bytes:
         return bytes(encode(_Collected(facts, observer)))

@@ -34,6 +34,7 @@ REPEAT_S = 1.0
 MOST_VIEWERS = 32
 _VIEW_S = 3600.0
 
+_EVENTS = "text/event-stream"
 _NO_STORE = {"Cache-Control": "no-store"}
 
 Check = Callable[[Request], Awaitable[None]]
@@ -78,14 +79,15 @@ class Surfaces:
     async def schema(self, request: Request) -> Response:
         """``GET /admission/status/schema``."""
         await self._check(request)
-        return JSONResponse(status.schema())
+        return Response(status.schema_text(), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         """``GET /admission/metrics``: the text format, OpenMetrics where it is asked for."""
         await self._check(request)
         accept = request.headers.get("accept", "")
         try:
-            render, kind = metrics.format_for(accept)
+            # On a thread: the first call imports prometheus_client.
+            render, kind = await asyncio.to_thread(metrics.format_for, accept)
         except ImportError:
             text = "prometheus-client is not installed in this Python\n"
             return Response(text, 501, media_type="text/plain")
@@ -108,13 +110,15 @@ class Surfaces:
     async def events(self, request: Request) -> Response:
         """``GET /admission/events``: server-sent events, each a whole status document."""
         await self._check(request)
+        if request.method == "HEAD":
+            return Response(media_type=_EVENTS, headers=_NO_STORE)
         if self._viewers >= MOST_VIEWERS:
             return JSONResponse(
                 {"detail": "too many viewers"}, 503, headers={"Retry-After": "10"}
             )
         return StreamingResponse(
             self._stream(),
-            media_type="text/event-stream",
+            media_type=_EVENTS,
             headers={**_NO_STORE, "X-Accel-Buffering": "no"},
         )
 
@@ -153,6 +157,9 @@ def shutting_down() -> bool:
 
 def make(check: Check, read: Read, observer: Observer) -> list[BaseRoute]:
     """The routes. ``check`` raises for a caller who may not; ``read`` takes a reading."""
+    # Read now, and not when a server that serves is asked for the first time.
+    page.headers()
+    status.schema_text()
     surfaces = Surfaces(check, read, observer)
     return [
         Route("/admission", surfaces.page, methods=["GET"]),

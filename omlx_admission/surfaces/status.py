@@ -27,10 +27,14 @@ SCHEMA = 1
 
 
 @cache
-def schema() -> dict[str, Any]:
+def schema_text() -> bytes:
     """The JSON schema of :func:`build`'s result (draft 2020-12)."""
-    text = resources.files(__package__).joinpath("status.schema.json").read_text("utf-8")
-    content: dict[str, Any] = json.loads(text)
+    return resources.files(__package__).joinpath("status.schema.json").read_bytes()
+
+
+def schema() -> dict[str, Any]:
+    """The same, read."""
+    content: dict[str, Any] = json.loads(schema_text())
     return content
 
 

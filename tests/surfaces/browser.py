@@ -51,6 +51,16 @@ class Browser:
         """Load ``url`` and wait for its ``load`` event."""
         self._post("/url", {"url": url})
 
+    def tab(self) -> str:
+        """Open one more tab and go to it; its handle, for :meth:`go_to`."""
+        handle = str(self._post("/window/new", {"type": "tab"})["handle"])
+        self.go_to(handle)
+        return handle
+
+    def go_to(self, handle: str) -> None:
+        """Look at the tab with that handle; what runs in the others goes on."""
+        self._post("/window", {"handle": handle})
+
     def run(self, script: str, *arguments: Any) -> Any:
         """Run a function body in the page and return what it returns."""
         return self._post("/execute/sync", {"script": script, "args": list(arguments)})

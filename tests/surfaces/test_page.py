@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import httpx
 import pytest
 
 from omlx_admission import standin
 from omlx_admission.standin import tinymodels
-from omlx_admission.surfaces.demo.client import Client
+from omlx_admission.surfaces.demo.client import LOCAL, Client
 from omlx_admission.surfaces.demo.server import Server, free_port
 
 from . import browser as chromium
@@ -162,6 +164,101 @@ def test_an_open_page_does_not_keep_the_server_from_ending(
     # Server ends its process by force after 15 s, and then with another log.
     server.__exit__()
     assert "Finished server process" in server.log
+
+
+#: How often a page has asked for status.
+ASKED = """return performance.getEntriesByType("resource")
+    .filter(e => e.name.includes("/status")).length"""
+HIDE = """Object.defineProperty(document, "hidden", {value: arguments[0], configurable: true});
+    document.dispatchEvent(new Event("visibilitychange"))"""
+
+
+def test_c11_seven_tabs_are_live_and_leave_the_server_within_reach(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    """A browser has six connections to one server, for all of its tabs together."""
+    server = serve()
+    tabs = []
+    for _ in range(7):
+        tabs.append(page.tab())
+        page.open(f"{server.url}/admission")
+        page.run(HIDE, False)
+        shows(page, "link", "live")
+    page.tab()
+    page.open(f"{server.url}/admission/status")
+    assert page.run("return document.body.innerText.startsWith('{')")
+    for tab in tabs:
+        page.go_to(tab)
+        before = page.run(ASKED)
+        page.until(f"{ASKED} > arguments[0]", before)
+
+
+def test_c11_a_tab_that_is_not_seen_asks_nothing(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve()
+    hidden = page.tab()
+    page.open(f"{server.url}/admission")
+    shows(page, "link", "live")
+    page.run(HIDE, True)
+    # What it asked when it was hidden may be under way, and one more pause begun.
+    before = page.run(ASKED)
+    seen = page.tab()
+    page.open(f"{server.url}/admission")
+    page.run(HIDE, False)
+    page.until(f"{ASKED} >= 6")
+    page.go_to(hidden)
+    assert page.run(ASKED) <= before + 1
+    page.go_to(seen)
+    asyncio.run(Client(server.url).chat("a"))
+    page.go_to(hidden)
+    assert "No model is loaded" in page.text("now")
+    page.run(HIDE, False)
+    shows(page, "now", "a is loaded")
+
+
+class Proxy(http.server.BaseHTTPRequestHandler):
+    """Hands ``/omlx/...`` on to the server at ``behind``, without the prefix."""
+
+    behind = ""
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        if not self.path.startswith("/omlx/"):
+            self.send_error(404)
+            return
+        answer = httpx.get(self.behind + self.path.removeprefix("/omlx"), **LOCAL)
+        self.send_response(answer.status_code)
+        for name in ("content-type", "content-security-policy"):
+            if name in answer.headers:
+                self.send_header(name, answer.headers[name])
+        self.send_header("content-length", str(len(answer.content)))
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not to the screen."""
+
+
+def test_c14_it_is_live_behind_a_path_prefix(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve()
+    Proxy.behind = server.url
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            page.open(f"http://127.0.0.1:{proxy.server_port}/omlx/admission")
+            shows(page, "link", "live")
+            asyncio.run(Client(server.url).chat("a"))
+            shows(page, "now", "a is loaded")
+            page.open("about:blank")
+        finally:
+            proxy.shutdown()
+            thread.join()
+    assert all(path.startswith("/omlx/admission") for path in Proxy.asked)
 
 
 def test_it_asks_for_the_key_and_forgets_it(

@@ -39,10 +39,10 @@ class Site:
         self.routes = routes.make(check, read, sample.observer)
         self.app = Starlette(routes=self.routes)
 
-    async def get(self, path: str, **headers: str) -> httpx.Response:
+    async def get(self, path: str, method: str = "GET", **headers: str) -> httpx.Response:
         transport = httpx.ASGITransport(self.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
-            return await client.get(path, headers=headers)
+            return await client.request(method, path, headers=headers)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -117,6 +117,46 @@ def test_readings_are_shared_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> No
         now = routes.METRICS_S
         await site.get("/admission/metrics")
         assert site.readings == 4
+
+    run(test)
+
+
+ACCEPTS = (
+    "text/plain; version=1.x",
+    "text/plain;version=1.0.0;escaping=allow-utf-8",
+    *(f"text/plain; version=1.{n}" for n in range(50)),
+    *(f"application/openmetrics-text; version=1.{n}; escaping=x{n}" for n in range(50)),
+)
+
+
+def test_f9_two_readings_are_kept_whatever_a_client_asks_for() -> None:
+    async def test() -> None:
+        site = Site(draining())
+        endpoint = site.routes[1].endpoint.__self__  # type: ignore[attr-defined]
+        kinds = set()
+        for accept in ACCEPTS:
+            answer = await site.get("/admission/metrics", accept=accept)
+            assert answer.status_code == 200
+            kinds.add(answer.headers["content-type"])
+            assert kinds >= set(endpoint._metrics._made)
+        assert len(kinds) == 2
+        assert site.readings == 2
+
+    run(test)
+
+
+def test_c13_a_head_of_the_events_is_over_at_once_and_takes_no_place() -> None:
+    async def test() -> None:
+        site = Site(draining())
+        endpoint = site.routes[-1].endpoint.__self__  # type: ignore[attr-defined]
+        for _ in range(routes.MOST_VIEWERS + 1):
+            answer = await site.get("/admission/events", method="HEAD")
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.content == b""
+        assert endpoint._viewers == 0
+        refused = await Site(draining(), key="right").get("/admission/events", method="HEAD")
+        assert refused.status_code == 401
 
     run(test)
 

@@ -6,6 +6,8 @@ On the stand-in always, on each real oMLX named by ``--omlx-src`` too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import re
 import sys
@@ -20,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omlx_admission import standin
 from omlx_admission.standin import tinymodels
-from omlx_admission.surfaces import status
+from omlx_admission.surfaces import routes, status
 from omlx_admission.surfaces.demo.client import LOCAL, Client
 from omlx_admission.surfaces.demo.server import Server
 
@@ -113,6 +115,22 @@ def test_open_where_omlx_checks_no_key(serve: Callable[..., Server]) -> None:
     assert get(server, "/api/status").status_code == 200
     for path in PATHS:
         assert get(server, path).status_code in served(server, path)
+
+
+def test_c13_a_head_leaves_its_connection_and_every_place_free(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve()
+    with contextlib.ExitStack() as kept:
+        for _ in range(routes.MOST_VIEWERS + 1):
+            line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            kept.callback(line.close)
+            for method, path in (("HEAD", "/admission/events"), ("GET", "/health")):
+                line.request(method, path)
+                answer = line.getresponse()
+                assert answer.status == 200
+                assert bool(answer.read()) == (method == "GET")
+        assert get(server, "/admission/events").status_code == 200
 
 
 def test_what_is_served_says_how_long_it_waited(serve: Callable[..., Server]) -> None:
