@@ -42,6 +42,9 @@ class NoPool:
         self.leases += leases
         return self
 
+    def places(self, model: str) -> int | None:
+        return None
+
     def give_back(self, model: str) -> None:
         self.leases -= 1
 

@@ -19,7 +19,7 @@ from benchmarks.simulation.parts import Broken, Mark, Request
 from benchmarks.simulation.simulator import Job, Simulator, Spec
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.estimates import Dials
-from omlx_admission.policy.model import Outcome, Target
+from omlx_admission.policy.model import Outcome, Target, places_for
 
 #: Names and sizes (per cent of the ceiling) as in the public cases.
 _ZOO = (("A", 60), ("B", 60), ("C", 60), ("D", 30), ("E", 10), ("W", 10), ("P", 30), ("X", 120))
@@ -50,7 +50,8 @@ class Chaos:
                 size,
                 load_s=r.choice([0.05, 0.5, 3.0, 9.0]),
                 unload_s=r.choice([0.0, 0.05, 0.5, 2.0]),
-                slots=r.choice([1, 2, 8]),
+                slots=(slots := r.choice([1, 2, 8])),
+                places=r.choice([None, places_for(slots)]),
                 pinned=name == "P" and r.random() < 0.5,
                 exclusive="hooks" if r.random() < 0.1 else None,
             )
@@ -85,6 +86,7 @@ class Chaos:
         )
         self.variants = {s.name: r.choice([1, 1, 2, 3]) for s in specs}
         self.sim.load_result = self._load_result
+        self.world.refusing = self._refusing
         self.sim.unload_seconds = self._unload_seconds
         self._names = [s.name for s in specs]
         self._stop = False
@@ -98,6 +100,9 @@ class Chaos:
             if x < 0:
                 return "ok" if self._stop and name == "hang" else name
         return "ok"
+
+    def _refusing(self, _request: Request) -> float | None:
+        return self.random.choice([None, 1.0, 20.0])
 
     def _unload_seconds(self, model: str) -> float:
         if not self._stop and self.random.random() < self.faults.stuck_unload:

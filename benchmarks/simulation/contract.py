@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.simulation.parts import Broken, Mark
-from omlx_admission.policy.model import Target
+from omlx_admission.policy.model import Swap, Target
 
 if TYPE_CHECKING:
     from benchmarks.simulation.world import World
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 #: Seconds for which free memory may lie idle while somebody waits for it: the pause
 #: after refused loads, and an unload whose room is kept for the one in front.
 PATIENCE_S = 12.0
+
+#: Seconds after the announced moment for which a drain may wait for one that was refused.
+LATE_S = 3.0
 
 
 @dataclass(slots=True)
@@ -49,19 +52,17 @@ class Contract:
         if len(loads) > 1 or (self.world.job is None) != (not loads):
             raise Broken(f"{len(loads)} loads in the policy, the pool has {self.world.job}")
         if policy.swap is not None and not policy.swap.loading:
-            if policy.head(policy.swap.target) is None:
+            if policy.head(policy.swap.target) is None and not self._expected(policy.swap):
                 raise Broken("K6: a swap for nobody")
         elif ours and not (loads and ours <= set(loads[0].victims)):
             raise Broken(f"K8: {ours} drain for nothing")
         self._check_work()
         if policy.gated:
             self._check_gates()
-        if not policy.waiting and not loads:
+        if not policy.waiting and not loads and not policy.swap:
             left = ours if self.world.closing else policy.marked & {m.name for m in held}
             if policy.gated or left:
                 raise Broken("K8: idle, yet a gate or mark is left")
-            if policy.swap is not None or policy.side is not None:
-                raise Broken("K8: idle, yet a swap is left")
 
     def _check_work(self) -> None:
         """Nobody waits for what could be had at once (K5), or without taking from others.
@@ -71,7 +72,11 @@ class Contract:
         """
         policy = self.world.policy
         for target in policy.targets:
-            if self.world.is_ready(target) and target.model not in policy.gated:
+            if (
+                self.world.is_ready(target)
+                and target.model not in policy.gated
+                and not self.world.models[target.model].full
+            ):
                 raise Broken(f"K5: {target} serves and is open, yet somebody waits for it")
         busy = self.world.job is not None or policy.swap is not None or policy.side is not None
         if busy or not any(self._is_free_for(t) for t in policy.targets):
@@ -93,15 +98,26 @@ class Contract:
 
     def _check_gates(self) -> None:
         policy = self.world.policy
+        swap = policy.swap
+        if swap is not None and policy.head(swap.target) is None and self._expected(swap):
+            return
         if policy.swap is None and policy.side is None and not policy.waiting:
             raise Broken("K5: gated for nobody")
         for name in policy.gated:
             wanted = [
                 t for t in policy.targets if t.model != name or not self.world.is_ready(t)
             ]
-            swap = policy.swap
             if not wanted and not (swap is not None and swap.loading):
                 raise Broken(f"K5: {name} is gated though nobody else waits")
+
+    def _expected(self, swap: Swap) -> bool:
+        """Whether one that was refused has been told to be back about now."""
+        told = (
+            r.ended + r.back_in
+            for r in self.world.requests
+            if r.target == swap.target and r.ended is not None and r.back_in is not None
+        )
+        return self.world.now <= max(told, default=-1.0) + LATE_S
 
     def check_idle(self) -> None:
         """K8 and K7 at the end: nobody waits, nothing is left."""

@@ -17,12 +17,15 @@ class Policy(Protocol):
     """What the world needs of a policy; ours and the ones it is compared with."""
 
     gated: frozenset[str]
+    paced: frozenset[str]
     swap: Swap | None
     side: Swap | None
     wake_at: float | None
 
     @property
     def waiting(self) -> int: ...
+    @property
+    def active(self) -> bool: ...
     @property
     def targets(self) -> tuple[Target, ...]: ...
     @property
@@ -39,9 +42,13 @@ class Policy(Protocol):
         *,
         since: float | None = None,
     ) -> Waiter: ...
-    def leave(self, waiter: Waiter, outcome: Outcome) -> bool: ...
+    def leave(
+        self, waiter: Waiter, outcome: Outcome, now: float, back_in: float | None = None
+    ) -> bool: ...
     def used(self, model: str, now: float) -> None: ...
-    def load_succeeded(self, target: Target, now: float) -> tuple[Waiter, ...]: ...
+    def load_succeeded(
+        self, target: Target, now: float, places: int | None = None
+    ) -> tuple[Waiter, ...]: ...
     def load_refused(self, target: Target, now: float) -> None: ...
     def load_failed(self, target: Target) -> tuple[Waiter, ...]: ...
     def shut_down(self) -> tuple[Waiter, ...]: ...
@@ -72,10 +79,16 @@ class Model:
     strays: int = 0
     mark: Mark | None = None
     last_used: float = 0.0
+    places: int | None = None
 
     @property
     def busy(self) -> bool:
         return self.leases > 0 or self.strays > 0
+
+    @property
+    def full(self) -> bool:
+        """Whether its engine is given no more while others wait."""
+        return self.places is not None and self.leases >= self.places
 
     @property
     def holds_memory(self) -> bool:
@@ -95,6 +108,7 @@ class Request:
     waiter: Waiter | None = None
     holds_lease: bool = False
     context: object = None
+    back_in: float | None = None
 
     @property
     def waited(self) -> float:

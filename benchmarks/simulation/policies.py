@@ -34,6 +34,7 @@ class StrictFcfs:
 
     def __init__(self) -> None:
         self.gated: frozenset[str] = frozenset()
+        self.paced: frozenset[str] = frozenset()
         self.swap: Swap | None = None
         self.side: Swap | None = None
         self.wake_at: float | None = None
@@ -46,6 +47,11 @@ class StrictFcfs:
     def waiting(self) -> int:
         """How many requests wait."""
         return len(self._queue)
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._queue)
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -79,7 +85,9 @@ class StrictFcfs:
         self._wanted[target] += 1
         return waiter
 
-    def leave(self, waiter: Waiter, outcome: Outcome) -> bool:
+    def leave(
+        self, waiter: Waiter, outcome: Outcome, now: float, back_in: float | None = None
+    ) -> bool:
         """Leave the queue."""
         if self._queue.pop(waiter.sequence, None) is None:
             return False
@@ -90,7 +98,9 @@ class StrictFcfs:
     def used(self, model: str, now: float) -> None:
         """Nothing is remembered."""
 
-    def load_succeeded(self, target: Target, now: float) -> tuple[Waiter, ...]:
+    def load_succeeded(
+        self, target: Target, now: float, places: int | None = None
+    ) -> tuple[Waiter, ...]:
         """Whoever is first in line and wants this model is granted, up to the first other."""
         self.swap = None
         return self._front(target)

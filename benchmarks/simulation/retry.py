@@ -82,10 +82,10 @@ class Experiment:
     def _ask(self, model: str, attempt: _Attempt) -> None:
         self.sim.submit(model, attempt, budget=self.budget)
 
-    def _refusing(self, request: Request) -> None:
+    def _refusing(self, request: Request) -> float | None:
         attempt = request.context
         if not isinstance(attempt, _Attempt):
-            return
+            return None
         targets = (*self.policy.targets, request.target)
         waited = request.waiter is not None
         seconds = self.policy.retry_in(
@@ -96,6 +96,7 @@ class Experiment:
             request.budget if waited else 0.0,
         )
         attempt.told = _header(seconds, self.random)
+        return attempt.told
 
     def _refused(self, request: Request) -> None:
         attempt = request.context

@@ -31,6 +31,7 @@ class Spec:
     slots: int = 8
     pinned: bool = False
     exclusive: str | None = None
+    places: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +71,7 @@ class Simulator:
         self.world = World(
             policy,
             {
-                s.name: Model(s.name, s.size, s.pinned, exclusive=s.exclusive)
+                s.name: Model(s.name, s.size, s.pinned, exclusive=s.exclusive, places=s.places)
                 for s in self.specs.values()
             },
             ceiling,
@@ -237,8 +238,8 @@ class Simulator:
         if job is not None and job.stage != "loading" and job.unload is None:
             # The load task runs in a later turn of the loop.
             self.at(self.now, self._advance_load)
-        wake = world.policy.wake_at if world.policy.waiting else None
-        if self._polls and world.policy.waiting:
+        wake = world.policy.wake_at if world.policy.active else None
+        if self._polls and world.policy.active:
             poll = self.now + SAFETY_POLL_S
             wake = poll if wake is None else min(wake, poll)
         if wake != self._poll_at:
@@ -250,5 +251,5 @@ class Simulator:
         if armed_for != self._poll_at:
             return  # armed anew since
         self._poll_at = None
-        if self.world.policy.waiting:
+        if self.world.policy.active:
             self.world.step()

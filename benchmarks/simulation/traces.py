@@ -14,6 +14,8 @@ from functools import partial
 
 from benchmarks.simulation.parts import Policy, Request
 from benchmarks.simulation.simulator import Job, Simulator, Spec
+from omlx_admission.policy.admission import AdmissionPolicy
+from omlx_admission.policy.model import places_for
 
 #: Bytes of every model: 19 GB, which the prior expects to take 10 s.
 SIZE = 19 * 10**9
@@ -56,7 +58,11 @@ def make(
     policy: Policy, models: str, *, seed: int, swap_s: float = 10.0, slots: int = 8
 ) -> Simulator:
     """A world with room for one of ``models`` (one letter each)."""
-    specs = [Spec(m, SIZE, load_s=swap_s - _UNLOAD_S, slots=slots) for m in models]
+    # What the peers hand over is not paced.
+    places = places_for(slots) if isinstance(policy, AdmissionPolicy) else None
+    specs = [
+        Spec(m, SIZE, load_s=swap_s - _UNLOAD_S, slots=slots, places=places) for m in models
+    ]
     return Simulator(policy, specs, _CEILING, seed, strict=False)
 
 

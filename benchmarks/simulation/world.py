@@ -51,7 +51,8 @@ class World:
             the device sees them or not yet (the real pool books them at the end).
         on_end: called when a request got its outcome.
         refusing: called where the runtime works out a ``Retry-After``: before a
-            request expires, or is refused at the door for a shortage that passes.
+            request expires, or is refused at the door for a shortage that passes. It
+            returns after how many seconds the client will be back, if it will.
         strict: check the contract after every event.
     """
 
@@ -73,7 +74,7 @@ class World:
     log: list[tuple[float, str, str]] = field(default_factory=list)
     evicted: Callable[[str], None] = lambda _model: None
     on_cancel: Callable[[LoadJob], None] = lambda _job: None
-    refusing: Callable[[Request], None] = lambda _request: None
+    refusing: Callable[[Request], float | None] = lambda _request: None
     _last_granted: dict[Target, int] = field(default_factory=dict)
     closing: bool = False
     _unseen: bool = False
@@ -107,6 +108,7 @@ class World:
                 m.loading,
                 m.unloading,
                 m.last_used,
+                m.places,
             )
         committed = tracked + self.hard_residue
         return PoolView(
@@ -155,6 +157,8 @@ class World:
             self.is_ready(target)
             and model.mark is None
             and target.model not in self.policy.gated
+            and target.model not in self.policy.paced
+            and not model.full
         ):
             self._take(model)
             self._granted(request)
@@ -197,9 +201,10 @@ class World:
     def leave(self, request: Request, outcome: Outcome) -> bool:
         """The client leaves or its budget ends while it waits."""
         assert request.waiter is not None
+        back_in = None
         if outcome is Outcome.EXPIRED and request.outcome is None:
-            self.refusing(request)
-        if not self.policy.leave(request.waiter, outcome):
+            back_in = request.back_in = self.refusing(request)
+        if not self.policy.leave(request.waiter, outcome, self.now, back_in):
             return False
         self._end(request, outcome)
         self.step()
@@ -210,12 +215,12 @@ class World:
         if not model.busy and model.mark is Mark.FOREIGN:
             self.begin_unload(model.name)
         self.policy.used(model.name, self.now)
-        if self.policy.waiting:
+        if self.policy.active:
             self.step()
 
     def changed(self) -> None:
         """Something changed in the pool that is no request."""
-        if self.policy.waiting:
+        if self.policy.active:
             self.step()
 
     def shut_down(self) -> None:
@@ -374,7 +379,7 @@ class World:
             m.last_used = self.now
             self.counts.swaps += 1
             self.log.append((self.now, "loaded", m.name))
-        waiters = self.policy.load_succeeded(job.target, self.now)
+        waiters = self.policy.load_succeeded(job.target, self.now, m.places)
         self._grant(job.target, waiters)
         self.step()
         return "over"
@@ -414,7 +419,7 @@ class World:
         What changes unannounced (the start of a load or unload, residue) is seen at the next
         event or safety poll, so a probe says nothing then.
         """
-        if self.closing or not self.policy.waiting or self._unseen:
+        if self.closing or not self.policy.active or self._unseen:
             return
         if self.policy.wake_at is not None and self.policy.wake_at <= self.now:
             return
@@ -461,6 +466,8 @@ class World:
             if waiter.sequence < self._last_granted.get(target, 0):
                 raise Broken(f"K7: {target} is not served first in, first out")
             self._last_granted[target] = waiter.sequence
+            if self.models[target.model].full:
+                raise Broken(f"R: {target} is granted more than it has places")
             self._take(self.models[target.model])
         for waiter in waiters:
             self._granted(_request(waiter))

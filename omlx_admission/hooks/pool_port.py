@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from omlx_admission.hooks import resident
+from omlx_admission.hooks import places, resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.pool_state import (
     DRAIN_REASON,
@@ -204,6 +204,8 @@ class OmlxPool:
             unloading=unloading
             or bool(entry.pending_unload_reason and not drains_for_us(entry)),
             last_used=entry.last_access,
+            places=places.places(entry.engine),
+            most=places.most(entry.engine),
         )
 
     def _resident_size(self, entry: Any) -> int:
@@ -260,6 +262,10 @@ class OmlxPool:
         entry.last_access = time.time()
         entry.in_use += leases
         return engine
+
+    def places(self, model: str) -> int | None:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        return places.places(self._pool._entries[model].engine)
 
     def give_back(self, model: str) -> None:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""

@@ -13,6 +13,7 @@ from omlx_admission.hooks import (
     holding,
     kinds,
     pending,
+    places,
     resident,
 )
 from omlx_admission.hooks.gate import Kind, Need
@@ -93,6 +94,7 @@ NEEDS = (
     ),
     *resident.ENTRY,
     *pending.NEEDS,
+    *places.NEEDS,
     Need(POOL, "EngineEntry.engine_type", Kind.VALUE),
     Need(POOL, "EngineEntry.model_id", Kind.VALUE, types=("str",)),
     Need(POOL, "EngineEntry.text_only_size", Kind.VALUE, types=("int",), optional=True),
@@ -130,13 +132,15 @@ class QueueHooks:
             admission = state.admission or self._open(pool, state, wrapped)
             port = admission.port
             assert isinstance(port, OmlxPool)
-            if model_id not in admission.gated and resident.ready_engine(
-                pool, state, model_id, force_lm, runtime_settings
+            if (
+                model_id not in admission.gated
+                and resident.ready_engine(pool, state, model_id, force_lm, runtime_settings)
+                and not (lease and places.is_taken(pool, state, model_id))
             ):
                 # Only where the resident path is off: stock hands it out, locked.
                 ask = None
             else:
-                ask = self._ask(port, model_id, force_lm, runtime_settings)
+                ask = self._ask(port, model_id, force_lm, runtime_settings, lease)
         except Exception as error:
             if faults.is_omlx(error):
                 self._remember(error)
@@ -193,9 +197,11 @@ class QueueHooks:
         model_id: str,
         force_lm: bool,
         runtime_settings: object | None,
+        lease: bool,
     ) -> Ask:
         """The question to the queue. Always with a lease: whoever wanted none gives it back
-        where that cannot come between the hand-out and the first use."""
+        where that cannot come between the hand-out and the first use. A text engine is
+        leased by all that want it to generate: who does not want a lease needs no place."""
         port.hopeless(model_id)
         arguments: dict[str, Any] = {"model_id": model_id}
         if force_lm:
@@ -207,6 +213,7 @@ class QueueHooks:
             port.size(model_id, force_lm, runtime_settings),
             arguments,
             holding.own(model_id),
+            unpaced=not lease,
         )
 
     @staticmethod
@@ -301,6 +308,7 @@ def apply_uvicorn(module: Any, ledger: Ledger) -> None:
 def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) -> None:
     """Wrap the pool. With the resident path on, release and unload tell the queue already."""
     hooks = QueueHooks(module, settings)
+    places.apply(ledger)
     ledger.wrap(module, "EnginePool.get_engine", hooks.get_engine)
     ledger.wrap(module, "EnginePool._load_engine", hooks.load)
     ledger.wrap(module, "EnginePool._find_lru_victim", hooks.find_victim)

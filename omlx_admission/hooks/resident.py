@@ -13,7 +13,7 @@ import time
 import weakref
 from typing import Any
 
-from omlx_admission.hooks import faults, holding
+from omlx_admission.hooks import faults, holding, places
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState, Verified, marked_by_us, state_of
@@ -346,6 +346,8 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
                 engine = verified_engine(pool, state, model_id)
             if engine is None:
                 engine = ready_engine(pool, state, model_id, force_lm, runtime_settings)
+            if engine is not None and lease and places.is_taken(pool, state, model_id):
+                engine = None
         except Exception as error:  # noqa: BLE001 - stock decides what this call gets
             faults.note("resident path", error)
             engine = None

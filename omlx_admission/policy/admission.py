@@ -12,7 +12,11 @@ fewest swaps) until another model has been waited for W seconds. Then
 its gate closes: new requests for it queue, it drains, and the swap goes to the
 model that was waited for longest. That bounds every wait by
 ``W + R + (M-2)(S + ceil(q/C) R) + S`` with R the longest residual of a running
-request, S the swap, M models, q waiters and C slots a model.
+request, S the swap, M models, q waiters and C slots a model. R is about two answers
+whatever waits for the model, because grants keep pace with what its engine takes
+(``places_for``): a request without a place waits here, in order, and is no part of
+the drain. It does not grow older while its model serves, so a long queue on one side
+cannot take the other's turn away.
 
 Where n models wait they share W: a gate closes when the oldest demand is W/n old
 and the loaded model has had a turn of W/n since its load. Else the second in
@@ -22,8 +26,9 @@ another, so the bound stands wherever R + S is below three quarters of W.
 
 An idle model is given up at once, unless models have shown lately that they come
 back within h seconds; then it is kept for h. A decision to swap stands: it is
-withdrawn only when its last waiter leaves, or when the drain has run into its
-limit, because an engine that never becomes idle must not hold everybody for ever.
+withdrawn only when its last waiter leaves (one that was refused is expected until
+the moment it was told), or when the drain has run into its limit, because an engine
+that never becomes idle must not hold everybody for ever.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ from omlx_admission.policy.model import (
     Undrain,
     Waiter,
 )
-from omlx_admission.policy.planner import Plan, PlanKind, after, fits
+from omlx_admission.policy.planner import Plan, PlanKind, after, fits, never_fits
 from omlx_admission.policy.retry import come_back_in, served_in
 from omlx_admission.policy.schedule import Schedule
 
@@ -66,6 +71,7 @@ class AdmissionPolicy(Schedule):
 
     Attributes:
         gated: models that take no new requests now (read on the hot path).
+        paced: models that serve, and whose requests wait for a place (the same).
         wake_at: when :meth:`step` should run again though nothing happened;
             None when only an event can change anything.
     """
@@ -73,13 +79,18 @@ class AdmissionPolicy(Schedule):
     def __init__(self, dials: Dials | None = None, estimates: Estimates | None = None) -> None:
         super().__init__(dials, estimates)
         self.gated: frozenset[str] = frozenset()
+        self.paced: frozenset[str] = frozenset()
+        self._released_at: dict[str, float] = {}
         self.wake_at: float | None = None
         self._latest = 0.0
 
     def estimate(self, target: Target, size: int, view: PoolView, now: float) -> float:
         """Seconds until ``target`` could be served, whether or not somebody waits for it."""
         if target in view.ready and target.model not in self.gated:
-            return 0.0
+            queue = self.queues.get(target)
+            if queue is None:
+                return 0.0
+            return len(queue.waiters) * self.estimates.gap(target.model)
         return served_in(self, target, size, view, now)
 
     def retry_in(
@@ -100,42 +111,59 @@ class AdmissionPolicy(Schedule):
         *,
         since: float | None = None,
         keep: frozenset[str] = frozenset(),
+        unpaced: bool = False,
     ) -> Waiter:
         """Add a waiter. ``since`` keeps the age of one that has waited before.
 
         ``keep`` are models that must not leave for it, because it uses them itself.
+        ``unpaced``: it takes no place of the engine.
         """
         self._latest = max(self._latest, now)
         self._sizes[target.model] = size
         if target not in self.queues:
             self.linger.wanted(target, now)
         enqueued = now if since is None else since
-        waiter = self.queues.enqueue(target, size, now, deadline, context, enqueued)
+        waiter = self.queues.enqueue(target, size, now, deadline, context, enqueued, unpaced)
         waiter.keep = keep
         return waiter
 
-    def leave(self, waiter: Waiter, outcome: Outcome) -> bool:
-        """End a wait from outside (expired, cancelled). False if it had ended already."""
-        return self.queues.leave(waiter, outcome, self._latest)
+    def leave(
+        self, waiter: Waiter, outcome: Outcome, now: float, back_in: float | None = None
+    ) -> bool:
+        """End a wait from outside (expired, cancelled). False if it had ended already.
+
+        ``back_in`` is after how many seconds its client was told to come back.
+        """
+        self._latest = max(self._latest, now)
+        back_by = -_NEVER if back_in is None else now + back_in
+        return self.queues.leave(waiter, outcome, now, back_by)
 
     def used(self, model: str, now: float) -> None:
         """A request of ``model`` ended: if it is idle now, it is idle since now."""
         self._latest = max(self._latest, now)
         self.linger.idle(model, now)
+        if model in self.paced:
+            before = self._released_at.get(model)
+            if before is not None:
+                self.estimates.saw_gap(model, now - before)
+            self._released_at[model] = now
         if model not in self._marked:
             # It takes requests again: nobody can tell which one has ended.
             self.busy_since.pop(model, None)
 
-    def load_succeeded(self, target: Target, now: float) -> tuple[Waiter, ...]:
-        """``target`` is resident: all its waiters are granted in this step.
+    def load_succeeded(
+        self, target: Target, now: float, places: int | None = None
+    ) -> tuple[Waiter, ...]:
+        """``target`` is resident: its waiters are granted in this step.
 
-        Newcomers that arrived during the load are among them. Returns them in
-        order; the caller takes their leases before it does anything else.
+        Newcomers that arrived during the load are among them. Returns the first
+        ``places`` of them in order, without a number all; the caller takes their leases
+        before it does anything else. The others follow as places fall free.
         """
         swap = self._end_load(target)
         self.estimates.saw_swap(target.model, now - swap.load_started)
         self.loaded_at[target.model] = now
-        waiters = self.queues.take_all(target, Outcome.GRANTED)
+        waiters = self.queues.take(target, Outcome.GRANTED, places)
         # Loaded for clients that have all left, it is not worth keeping a moment.
         self.linger.idle(target.model, now if waiters else -_NEVER)
         return waiters
@@ -150,17 +178,17 @@ class AdmissionPolicy(Schedule):
     def load_failed(self, target: Target) -> tuple[Waiter, ...]:
         """The load failed for good: all its waiters end with the cause, once."""
         self._end_load(target)
-        return self.queues.take_all(target, Outcome.FAILED)
+        return self.queues.take(target, Outcome.FAILED)
 
     def shut_down(self) -> tuple[Waiter, ...]:
         """Everybody ends. A load in progress still reports its end."""
         if self.swap is not None and not self.swap.loading:
             self.swap = None
-        self.gated = frozenset()
+        self.gated = self.paced = frozenset()
         return tuple(
             waiter
             for target in self.targets
-            for waiter in self.queues.take_all(target, Outcome.SHUT_DOWN)
+            for waiter in self.queues.take(target, Outcome.SHUT_DOWN)
         )
 
     # -- decisions ----------------------------------------------------------
@@ -177,12 +205,11 @@ class AdmissionPolicy(Schedule):
         for name in [m for m in self.busy_since if not view.models[m].busy]:
             del self.busy_since[name]
         self._refuse_hopeless(view, actions)
-        self._review_swap(view, now, actions)
+        view = self._review_swap(view, now, actions)
         if self.swap is None:
             self.swap, self.side = self.side, None
         overdue = self.overdue(view, now)
-        self._grant_ready(view, overdue, now, actions)
-        view = _as_granted(view, actions)
+        view = self._grant_ready(view, overdue, now, actions)
         if self.swap is None:
             self._start_swap(view, overdue, now, actions)
         elif not self.swap.loading and self.side is None:
@@ -193,6 +220,13 @@ class AdmissionPolicy(Schedule):
         self._unmark_spared(actions)
         # A swap begun above changes who is overdue and whose gate is closed.
         self.gated = self._closed_models(view, self.overdue(view, now), now)
+        self.paced = frozenset(
+            t.model
+            for t in self.targets
+            if t in view.ready and t.model not in self.gated and not self.is_loading(t)
+        )
+        for name in self._released_at.keys() - self.paced:
+            del self._released_at[name]
         self.wake_at = self._next_wake(view, now)
         return actions
 
@@ -202,52 +236,69 @@ class AdmissionPolicy(Schedule):
                 continue  # its load answers
             if target in view.unknown:
                 reason = RefusalReason.NOT_FOUND
-            elif (
-                target not in view.ready and self.plan_for(target, view).kind is PlanKind.NEVER
+            elif target not in view.ready and never_fits(
+                target, self.queues[target].head.size, view
             ):
                 reason = RefusalReason.NEVER_FITS
             else:
                 continue
-            waiters = self.queues.take_all(target, Outcome.REFUSED)
+            waiters = self.queues.take(target, Outcome.REFUSED)
             actions.append(Refuse(target, waiters, reason))
 
-    def _review_swap(self, view: PoolView, now: float, actions: list[Action]) -> None:
+    def _review_swap(self, view: PoolView, now: float, actions: list[Action]) -> PoolView:
         """End a drain for nobody, for a target that serves by now, or past its limit."""
         swap = self.swap
         if swap is None or swap.loading:
-            return
-        if swap.target not in self.queues:
+            return view
+        if swap.target not in self.queues and (
+            now >= self.held_until(swap) or self.overdue(view, now) is not None
+        ):
             self.swap = None
         elif swap.target in view.ready:
             # Somebody else has loaded it; it was first in line, so it is served.
             self.swap = None
-            actions.append(
-                Grant(swap.target, self.queues.take_all(swap.target, Outcome.GRANTED))
-            )
+            view = self._grant(swap.target, view, actions)
         elif now >= swap.started + self.dials.drain_limit:
             # Who did not become idle serves again, and is left alone for a while.
-            pause = max(self.age_of(swap.target), self.dials.drain_limit / 4)
+            pause = max(self.age_for(swap.target, swap.size), self.dials.drain_limit / 4)
             for name in swap.victims:
                 model = view.models.get(name)
                 if model is not None and model.busy:
                     self.spared_until[name] = now + pause
             self.swap = None
+        return view
 
     def _grant_ready(
         self, view: PoolView, overdue: Target | None, now: float, actions: list[Action]
-    ) -> None:
+    ) -> PoolView:
+        """Grant what serves; returns the view with the leases that it will have."""
         closed = self._closed_models(view, overdue, now)
         for target in self.targets:
             if target not in view.ready or self.is_loading(target):
                 continue  # a load answers, and grants in the step that ends it
             if target.model in closed:
                 continue
-            actions.append(Grant(target, self.queues.take_all(target, Outcome.GRANTED)))
+            view = self._grant(target, view, actions)
+            if target in self.queues:
+                self.queues.served(target, now)
+        return view
+
+    def _grant(self, target: Target, view: PoolView, actions: list[Action]) -> PoolView:
+        """Grant as many as there are places. Their leases count at once: without them
+        the model would look idle to the swap that is decided next."""
+        model = view.models[target.model]
+        waiters = self.queues.take(target, Outcome.GRANTED, model.free)
+        if not waiters:
+            return view
+        actions.append(Grant(target, waiters))
+        leased = replace(model, busy=True, leases=model.leases + len(waiters))
+        return replace(view, models={**view.models, target.model: leased})
 
     def _start_swap(
         self, view: PoolView, overdue: Target | None, now: float, actions: list[Action]
     ) -> None:
         order = self.targets
+        share = self.sharing(view)
         if overdue is not None:
             order = (overdue, *(t for t in order if t != overdue))
         for target in order:
@@ -258,8 +309,10 @@ class AdmissionPolicy(Schedule):
                 if target == overdue:
                     return  # a short pause; nobody takes its room meanwhile
                 continue
-            keep = self.in_turn(target, view, now) if target == overdue else ()
+            keep = self.in_turn(target, view, now, share) if target == overdue else ()
             wish = self.plan_for(target, view, now, keep)
+            if now < queue.disturbs_at and self.in_regular_use(wish, target, view, now):
+                continue
             if wish.kind is not PlanKind.SETTLE:
                 queue.settling_since = None
             elif queue.settling_since is None:
@@ -308,8 +361,9 @@ class AdmissionPolicy(Schedule):
         """The decision stands; only the way to it may become shorter or longer."""
         swap = self.swap
         assert swap is not None
-        if now < self.queues[swap.target].retry_at:
-            return
+        queue = self.queues.get(swap.target)
+        if queue is None or now < queue.retry_at:
+            return  # refused, and expected back: what runs goes on to its end
         wish = self.plan_for(swap.target, view, now)
         if wish.kind in (PlanKind.FITS, PlanKind.EVICT, PlanKind.ASK):
             swap.victims = wish.victims
@@ -369,8 +423,8 @@ class AdmissionPolicy(Schedule):
                 closed.update(load.victims)
                 later = after(later, load.target, load.size, load.victims)
         if overdue is not None and (self.swap is None or self.swap.target != overdue):
-            keep = set(self.in_turn(overdue, view, now))
-            if now < self.queues[overdue].head.enqueued + self.age_of(overdue):
+            keep = set(self.in_turn(overdue, view, now, self.sharing(view)))
+            if now < self.queues[overdue].aged_from + self.age_of(overdue):
                 # What loads now has its turn before it.
                 keep.update(load.target.model for load in self.loads)
             closed.update(self.plan_for(overdue, later, now, keep).victims)
@@ -382,14 +436,16 @@ class AdmissionPolicy(Schedule):
         times += [self.load_limit(load) for load in loads if not load.cancelled]
         if self.swap is not None and not self.swap.loading:
             times.append(self.swap.started + self.dials.drain_limit)
+            if self.swap.target not in self.queues:
+                times.append(self.held_until(self.swap))
         share = self.sharing(view)
         for target, queue in self.queues.items():
             if self.is_loading(target) or target in view.ready:
                 continue
             age = self.age_of(target)
-            times += [self.due(target, share), queue.stands_back_until]
-            times.append(queue.head.enqueued + age)
-            times += self.in_turn(target, view, now).values()
+            times += [self.due(target, share), queue.stands_back_until, queue.disturbs_at]
+            times.append(queue.aged_from + age)
+            times += self.in_turn(target, view, now, share).values()
             if loads:
                 continue
             times.append(queue.retry_at)
@@ -409,19 +465,3 @@ class AdmissionPolicy(Schedule):
                 setattr(self, name, None)
                 return load
         raise AssertionError(f"a load of {target} ended that nobody had started")
-
-
-def _as_granted(view: PoolView, actions: list[Action]) -> PoolView:
-    """The view with the leases of this step's grants, which the pool takes after it.
-
-    Without them a model granted a moment ago would look idle to the swap decided next.
-    """
-    granted = [a for a in actions if isinstance(a, Grant)]
-    if not granted:
-        return view
-    models = dict(view.models)
-    for grant in granted:
-        model = models[grant.target.model]
-        leases = model.leases + len(grant.waiters)
-        models[model.model] = replace(model, busy=True, leases=leases)
-    return replace(view, models=models)

@@ -24,6 +24,9 @@ _PRIOR_UNLOAD_S = 0.5
 #: Seconds assumed until a busy model is idle before one was seen draining.
 _PRIOR_DRAIN_S = 5.0
 
+#: Seconds assumed between two answers of a model whose places are all taken.
+_PRIOR_GAP_S = 1.0
+
 
 @dataclass(slots=True)
 class Estimates:
@@ -34,6 +37,7 @@ class Estimates:
     _drains: dict[str, float] = field(default_factory=dict)
     _stays: dict[str, float] = field(default_factory=dict)
     _given_up: dict[str, float] = field(default_factory=dict)
+    _gaps: dict[str, float] = field(default_factory=dict)
 
     def saw_swap(self, model: str, seconds: float) -> None:
         """``model`` was resident ``seconds`` after it was asked for, evictions included."""
@@ -51,6 +55,14 @@ class Estimates:
     def saw_stay(self, model: str, seconds: float) -> None:
         """``model`` gave its place to another one ``seconds`` after it was loaded."""
         _blend(self._stays, model, seconds)
+
+    def saw_gap(self, model: str, seconds: float) -> None:
+        """A request of a full ``model`` ended ``seconds`` after the one before it."""
+        _blend(self._gaps, model, seconds)
+
+    def gap(self, model: str) -> float:
+        """Seconds from one free place of a full ``model`` to the next."""
+        return self._gaps.get(model, _PRIOR_GAP_S)
 
     def stay(self, model: str) -> float | None:
         """Seconds from the load of ``model`` until it leaves for another one, if seen."""

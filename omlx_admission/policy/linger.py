@@ -45,6 +45,10 @@ class Linger:
         """A request of ``model`` ended, or it was loaded: it is idle since now, if at all."""
         self._idle_since[model] = now
 
+    def idle_since(self, model: str) -> float:
+        """Since when ``model`` is idle; as far as is known, it never was in use."""
+        return self._idle_since.get(model, float("-inf"))
+
     def gave_up(self, target: Target, now: float) -> None:
         """``target`` leaves memory for another one."""
         idle_since = self._idle_since.get(target.model, now)

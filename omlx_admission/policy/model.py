@@ -39,7 +39,8 @@ class Outcome(enum.Enum):
 class Waiter:
     """One request in the queue. ``context`` belongs to the caller.
 
-    ``keep`` are models that it uses itself: they cannot leave for it.
+    ``keep`` are models that it uses itself: they cannot leave for it. One that is
+    ``unpaced`` takes no place of the engine: it is granted as soon as the model serves.
     """
 
     sequence: int
@@ -50,11 +51,27 @@ class Waiter:
     context: object = None
     outcome: Outcome = Outcome.WAITING
     keep: frozenset[str] = frozenset()
+    unpaced: bool = False
+
+
+def places_for(slots: int) -> int:
+    """Leases that an engine of ``slots`` concurrent requests is given while others wait.
+
+    A few more than run at once, so that a slot which falls free has its next request
+    at hand while the one after it is on its way. No more: what an engine has accepted
+    without having begun it has to be sat out by whoever needs its memory, so a drain
+    lasts about two answers, with one slot as with many.
+    """
+    return slots + min(max(1, slots // 4), 8)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """One model that holds memory, as the pool sees it at this instant."""
+    """One model that holds memory, as the pool sees it at this instant.
+
+    ``places`` is how many leases it may hold while requests for it wait; None is
+    without limit. ``most`` is how many its engine takes before it refuses any.
+    """
 
     model: str
     size: int
@@ -65,6 +82,13 @@ class ModelView:
     loading: bool = False
     unloading: bool = False
     last_used: float = 0.0
+    places: int | None = None
+    most: int | None = None
+
+    @property
+    def free(self) -> int | None:
+        """How many requests it may still be given; None is without limit."""
+        return None if self.places is None else max(0, self.places - self.leases)
 
     @property
     def target(self) -> Target:

@@ -71,7 +71,7 @@ def _turn(schedule: Schedule, target: Target, size: int, waiting: int, now: floa
     queue, demand = schedule.queues.get(target), schedule.queues.demand(target, now)
     if queue is not None:
         size = queue.head.size
-        overdue = queue.head.enqueued + schedule.age_for(target, size)
+        overdue = queue.aged_from + schedule.age_for(target, size)
         return Turn(target.model, size, schedule.due(target, waiting), overdue)
     age = schedule.age_for(target, size)
     share = schedule.dials.share(age, waiting)

@@ -11,6 +11,9 @@ from omlx_admission.policy.model import ModelView, PoolView, Swap, Target, Waite
 from omlx_admission.policy.planner import Plan, plan
 from omlx_admission.policy.queues import Queues
 
+#: Seconds after the announced moment in which a refused client is still expected.
+_COMES_LATE_S = 2.0
+
 _NEVER = float("inf")
 
 
@@ -87,7 +90,7 @@ class Schedule:
             queue = self.queues[target]
             if self.is_loading(target) or target in view.ready:
                 continue
-            if now < queue.stands_back_until:
+            if now < queue.stands_back_until or now < queue.disturbs_at:
                 continue
             if now >= self.due(target, share):
                 return target
@@ -105,15 +108,19 @@ class Schedule:
             1 for t, _ in self.queues.items() if t not in view.ready and not self.is_loading(t)
         )
 
-    def in_turn(self, target: Target, view: PoolView, now: float) -> dict[str, float]:
+    def in_turn(
+        self, target: Target, view: PoolView, now: float, share: int
+    ) -> dict[str, float]:
         """Models that ``target`` must let serve on, and until when: loaded lately, in use.
+
+        ``share`` is how many targets wait for a swap (:meth:`sharing`).
 
         A moment is left even where ``target`` is overdue: who comes back just after the
         load that was forecast for it must not have to wait for the next one.
         """
         age = self.age_of(target)
-        hard = self.queues[target].head.enqueued + age
-        turn = self.dials.share(age, self.sharing(view))
+        hard = self.queues[target].aged_from + age
+        turn = self.dials.share(age, share)
         decided = self.swap.victims if self.swap is not None else ()
         kept: dict[str, float] = {}
         for model in view.models.values():
@@ -167,6 +174,13 @@ class Schedule:
 
         return rank
 
+    def in_regular_use(self, wish: Plan, target: Target, view: PoolView, now: float) -> bool:
+        """Whether a victim of ``wish`` was used within the age of ``target``."""
+        lately = now - self.age_of(target)
+        return any(
+            view.models[v].busy or self.linger.idle_since(v) > lately for v in wish.victims
+        )
+
     def linger_end(self, wish: Plan, view: PoolView, now: float) -> float | None:
         """When the last victim stops lingering; None if none does."""
         ends = [self.linger.until(view.models[v], now) for v in wish.victims]
@@ -175,7 +189,27 @@ class Schedule:
     def _linger_of(self, model: str) -> float:
         return self.dials.linger_for(self.estimates.swap(model, self._sizes.get(model, 0)))
 
-    # -- what loads ---------------------------------------------------------
+    # -- what was decided ---------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether anything may have to be decided: somebody waits, or a drain goes on."""
+        return self.waiting > 0 or (self.swap is not None and not self.swap.loading)
+
+    def concerns(self, model: str) -> bool:
+        """Whether the end of a request of ``model`` may be what somebody waits for now."""
+        return model in self._marked or any(
+            target.model == model for target, _ in self.queues.items()
+        )
+
+    def held_until(self, swap: Swap) -> float:
+        """Until when a drain goes on whose last waiter was refused.
+
+        It was told when to come back, and would find the drain begun anew: behind a long
+        queue it would never be served.
+        """
+        demand = self.queues.demand(swap.target, -_NEVER)
+        return -_NEVER if demand is None else demand.back_by + _COMES_LATE_S
 
     @property
     def loads(self) -> list[Swap]:

@@ -49,6 +49,15 @@ _BUSY_POLL_S = 0.01
 #: the pool without passing our hooks is found then.
 _SAFETY_POLL_S = 1.0
 
+#: Steps that are not urgent take at most one part in so many of the loop's time.
+_STEPS_SHARE = 20
+
+#: A timer that rings so many seconds late tells of a standstill: the process was stopped,
+#: or the loop was blocked. Deadlines that come due in it are prolonged by its length, up
+#: to the second figure.
+_LATE_S = 0.5
+_PATIENT_S = 10.0
+
 #: Waiters released in one go. A thousand wake-ups take some milliseconds, so
 #: thousands are released over several turns of the event loop.
 _SLICE = 100
@@ -72,6 +81,10 @@ class _Pending:
     request: requests.Request | None
     #: Its lease is taken in the pool.
     leased: bool = False
+    #: Ends the wait at the deadline, while it waits.
+    timer: asyncio.TimerHandle | None = None
+    #: It got more time once, after a standstill.
+    prolonged: bool = False
 
 
 class Admission:
@@ -79,6 +92,7 @@ class Admission:
 
     Attributes:
         gated: models that take no new requests now; the hot path reads it.
+        paced: models that serve, and whose requests wait for a place; the same.
         broken: this queue failed by a fault of its own; callers run stock.
     """
 
@@ -93,6 +107,7 @@ class Admission:
         self.settings = settings
         self.observer = observer or observe.observer
         self.gated: frozenset[str] = frozenset()
+        self.paced: frozenset[str] = frozenset()
         self.broken = False
         self.policy = AdmissionPolicy(
             Dials(
@@ -109,6 +124,10 @@ class Admission:
         self._open: dict[Waiter, None] = {}
         self._stepping = False
         self._again = False
+        self._stepped_at = float("-inf")
+        self._step_cost = 0.0
+        self._wake_at = float("inf")
+        self._patient_until = float("-inf")
         self._closing = False
 
     # -- for hooks ----------------------------------------------------------
@@ -142,12 +161,14 @@ class Admission:
         enqueued = self.now()
         budget = self._budget(request)
         try:
-            refused = self._refused_at_the_door(ask, budget, request)
-            if refused is None and ask.own:
+            engine, refused = self._at_the_door(ask, budget, request)
+            if engine is None and refused is None and ask.own:
                 ask, refused = self._out_of_own_way(ask, request)
         except Exception as error:  # noqa: BLE001 - a fault of ours costs nobody a request
             self._break(error)
             raise QueueBroken from None
+        if engine is not None:
+            return engine
         if refused is not None:
             raise refused
         while True:
@@ -168,12 +189,16 @@ class Admission:
             self.policy.used(model, self.now())
         except Exception as error:  # noqa: BLE001 - the release itself has happened
             self._break(error)
-        if self.policy.waiting:
+        if not self.policy.active:
+            return
+        if self.policy.concerns(model):
             self.step()
+        else:
+            self._step_soon()
 
     def changed(self) -> None:
         """Something in the pool changed (a load, an unload, a rescan). From any thread."""
-        if self._loop is None or not self.policy.waiting:
+        if self._loop is None or not self.policy.active:
             return
         if asyncio._get_running_loop() is self._loop:
             self.step()
@@ -188,7 +213,7 @@ class Admission:
         self._refuse_all(self.policy.shut_down(), self._shutting_down())
         for model in self.policy.marked:
             self.port.unmark(model)
-        self.gated = self.policy.gated
+        self.gated = self.paced = frozenset()
         self._arm(None)
 
     # -- one request --------------------------------------------------------
@@ -201,25 +226,54 @@ class Admission:
             budget = min(budget, request.max_wait)
         return budget
 
-    def _refused_at_the_door(
+    def _at_the_door(
         self, ask: Ask, budget: float, request: requests.Request | None
-    ) -> Exception | None:
-        """What a request gets that must not wait; None: it may."""
+    ) -> tuple[Any, Exception | None]:
+        """The engine, or the refusal, that a request gets which must not wait.
+
+        With neither it may: the step that follows refuses what never fits.
+        """
         target = ask.target
         if self._closing:
             self._observe_refusal(ask, self._shutting_down(), 0.0, request)
-            return self._refused(self._shutting_down(), request)
-        if budget > 0 and self.policy.waiting < self.settings.max_queue:
-            return None  # the step that follows refuses what never fits
-        view = self.port.view((target,), self.settings.max_models)
+            return None, self._refused(self._shutting_down(), request)
+        # Whoever has the model already must not wait for its own end.
+        unpaced = ask.unpaced or target.model in ask.own.leased | ask.own.kept
+        full = self.policy.waiting >= self.settings.max_queue
+        if budget > 0 and not unpaced and not full:
+            return None, None
+        view = self.port.view((*self.policy.targets, target), self.settings.max_models)
         if target in view.ready and target.model not in self.gated:
-            return None
-        if target not in view.ready and never_fits(target, ask.size, view):
-            return self._too_large(ask, view, request)
+            most = view.models[target.model].most
+            if unpaced or (
+                budget == 0 and (most is None or view.models[target.model].leases < most)
+            ):
+                return self._taken(target)
+        elif target not in view.ready and never_fits(target, ask.size, view):
+            return None, self._too_large(ask, view, request)
+        if budget > 0 and not (full and self._is_full_for(target, view)):
+            return None, None
         code = "model_busy" if budget == 0 else "admission_queue_full"
         refusal = self._refusal(ask, code, view, waited=0.0)
         self._observe_refusal(ask, refusal, 0.0, request)
-        return self._refused(refusal, request)
+        return None, self._refused(refusal, request)
+
+    def _taken(self, target: Target) -> tuple[Any, Exception | None]:
+        try:
+            return self.port.take(target, 1), None
+        except Exception as error:  # noqa: BLE001 - it is the caller's answer
+            return None, self.port.copy_error(error)
+
+    def _is_full_for(self, target: Target, view: PoolView) -> bool:
+        """Whether as many as may wait do so for models that are as ``target`` is: in
+        memory, or not. A batch for a model that is not turns nobody away who asks for
+        one that is."""
+        alike = sum(
+            len(queue.waiters)
+            for other, queue in self.policy.queues.items()
+            if (other in view.ready) == (target in view.ready)
+        )
+        return alike >= self.settings.max_queue
 
     def _enqueue(
         self,
@@ -237,6 +291,7 @@ class Admission:
             pending,
             since=enqueued,
             keep=ask.own.leased | ask.own.kept,
+            unpaced=ask.unpaced,
         )
 
     async def _wait(self, waiter: Waiter) -> Any:
@@ -246,7 +301,6 @@ class Admission:
         if ask.own:
             self._holders.add(waiter)
         queued = False
-        timer: asyncio.TimerHandle | None = None
         watch: requests.Watch | None = None
         hold = request.hold if request is not None else None
         try:
@@ -255,9 +309,7 @@ class Admission:
             if not pending.future.done():
                 queued = True
                 self.observer.enqueued(waiter, self.policy.waiting)
-                timer = asyncio.get_running_loop().call_later(
-                    max(0.0, waiter.deadline - self.now()), self._guarded, self._expire, waiter
-                )
+                self._expire_at(waiter, waiter.deadline)
                 watch = requests.Watch(
                     request, lambda: self._guarded(self._client_left, waiter)
                 )
@@ -265,7 +317,7 @@ class Admission:
                     hold.wait_began()
             return await pending.future
         except BaseException:
-            if self.policy.leave(waiter, Outcome.CANCELLED):
+            if self.policy.leave(waiter, Outcome.CANCELLED, self.now()):
                 self.step()
             elif pending.leased:
                 # Granted and cancelled in the same turn of the loop: the lease is
@@ -273,8 +325,8 @@ class Admission:
                 self._give_back(ask.target.model)
             raise
         finally:
-            if timer is not None:
-                timer.cancel()
+            if pending.timer is not None:
+                pending.timer.cancel()
             if watch is not None:
                 watch.stop()
             if hold is not None:
@@ -290,13 +342,24 @@ class Admission:
         except Exception as error:  # noqa: BLE001
             self._break(error)
 
+    def _expire_at(self, waiter: Waiter, deadline: float) -> None:
+        _pending(waiter).timer = asyncio.get_running_loop().call_later(
+            max(0.0, deadline - self.now()), self._guarded, self._expire, waiter
+        )
+
     def _expire(self, waiter: Waiter) -> None:
         now = self.now()
         pending = _pending(waiter)
+        self._stood_still(now - waiter.deadline)
+        if now < self._patient_until and not pending.prolonged:
+            # Nothing went on meanwhile, the load that it waits for neither.
+            pending.prolonged = True
+            self._expire_at(waiter, self._patient_until)
+            return
         view = self.port.view(self.policy.targets, self.settings.max_models)
         waited = now - waiter.enqueued
         refusal = self._refusal(pending.ask, "model_swap_timeout", view, waited, waiter)
-        if not self.policy.leave(waiter, Outcome.EXPIRED):
+        if not self.policy.leave(waiter, Outcome.EXPIRED, now, refusal.retry_after):
             return
         self._observe_refusal(pending.ask, refusal, waited, pending.request)
         shortage = self._shortages.get(waiter.target)
@@ -311,7 +374,7 @@ class Admission:
         self.step()
 
     def _client_left(self, waiter: Waiter) -> None:
-        if self.policy.leave(waiter, Outcome.CANCELLED):
+        if self.policy.leave(waiter, Outcome.CANCELLED, self.now()):
             gone = Refusal(503, "client_left", "The client left while it waited.", 1)
             self._end(waiter, self.port.refused(gone))
             self.step()
@@ -352,7 +415,7 @@ class Admission:
         refusal = self._refusal(pending.ask, "model_busy", view, waited, waiter)
         text = leaves_text(pending.ask, leaving & own.leased, refusal.retry_after or 1)
         refusal = replace(refusal, message=text)
-        if self.policy.leave(waiter, Outcome.REFUSED):
+        if self.policy.leave(waiter, Outcome.REFUSED, self.now()):
             self._observe_refusal(pending.ask, refusal, waited, pending.request)
             self._end(waiter, self._refused(refusal, pending.request))
             self._again = True
@@ -371,18 +434,22 @@ class Admission:
         if self.broken:
             return
         self._stepping = True
+        began = self.now()
         try:
             for _ in range(_MOST_STEPS):
                 self._again = False
                 view = self.port.view(self.policy.targets, self.settings.max_models)
                 actions = self.policy.step(view, self.now())
                 self.gated = self.policy.gated
+                self.paced = self.policy.paced
                 for action in actions:
                     self._apply(action, view)
                 for holder in tuple(self._holders):
                     self._review_holder(holder, view)
                 if not actions and not self._again:
                     break
+            self._stepped_at = self.now()
+            self._step_cost = self._stepped_at - began
             self._arm(view)
         except Exception as error:  # noqa: BLE001 - it must not cost anybody a request
             self._break(error)
@@ -397,7 +464,7 @@ class Admission:
             "admission: the queue failed; oMLX's own admission takes over", exc_info=error
         )
         self.broken = True
-        self.gated = frozenset()
+        self.gated = self.paced = frozenset()
         # Not whom the policy has: it may have let go of some whom nobody has told.
         for waiter in tuple(self._open):
             self._end(waiter, QueueBroken())
@@ -527,7 +594,7 @@ class Admission:
             # very step that made it resident, before anybody can see it idle.
             now = self.now()
             self._shortages.pop(target, None)
-            waiters = self.policy.load_succeeded(target, now)
+            waiters = self.policy.load_succeeded(target, now, self.port.places(target.model))
             self.observer.swap_ended(target.model, "loaded", len(waiters))
             logger.info(
                 "admission: '%s' resident after %.2f s, %d served",
@@ -612,20 +679,47 @@ class Admission:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if view is None or not self.policy.waiting:
+        if view is None or not self.policy.active:
             return
         now = self.now()
         wake = now + _SAFETY_POLL_S
         if self.policy.wake_at is not None:
             wake = min(wake, self.policy.wake_at)
         if any(m.busy and m.leases == 0 for m in view.models.values()):
-            wake = min(wake, now + _BUSY_POLL_S)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(max(0.0, wake - now), self._tick)
+            wake = min(wake, now + max(_BUSY_POLL_S, self._pause))
+        self._ring_at(wake)
+
+    def _ring_at(self, wake: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wake_at = wake
+        self._timer = asyncio.get_running_loop().call_later(
+            max(0.0, wake - self.now()), self._tick
+        )
+
+    @property
+    def _pause(self) -> float:
+        """Seconds between steps of which none is urgent."""
+        return _STEPS_SHARE * self._step_cost
+
+    def _step_soon(self) -> None:
+        """Step now, or with all that follows within a moment."""
+        due = self._stepped_at + self._pause
+        if self.now() >= due:
+            self.step()
+        elif self._timer is None or self._wake_at > due:
+            self._ring_at(due)
+
+    def _stood_still(self, late: float) -> None:
+        """A timer rang ``late``: what comes due now gets as much more time, once."""
+        if late >= _LATE_S:
+            until = self.now() + min(late, _PATIENT_S)
+            self._patient_until = max(self._patient_until, until)
 
     def _tick(self) -> None:
         self._timer = None
-        if self.policy.waiting:
+        self._stood_still(self.now() - self._wake_at)
+        if self.policy.active:
             self.step()
 
 

@@ -25,9 +25,10 @@ def explain(
     """One text for a 503; ``waited`` and ``hint`` are seconds."""
     model = ask.target.model
     if code == "admission_queue_full":
-        first = f"Model '{model}' is not loaded and {policy.waiting} requests wait already"
+        state = _state(policy, view, ask)
+        first = f"Model '{model}' {state} and {policy.waiting} requests wait already"
     elif code == "model_busy":
-        first = f"Model '{model}' is not loaded and this request allows no wait"
+        first = f"Model '{model}' {_state(policy, view, ask)} and this request allows no wait"
     else:
         first = f"Model '{model}' did not become available within {waited:.1f} s"
     parts = [first, in_the_way(policy, view, ask)]
@@ -37,11 +38,26 @@ def explain(
     return f"{text}. Try again in about {hint} s."
 
 
+def _state(policy: AdmissionPolicy, view: PoolView, ask: Ask) -> str:
+    """Why ``ask`` is not served at once, after the name of its model."""
+    model = ask.target.model
+    if ask.target not in view.ready:
+        return "is not loaded"
+    if model not in policy.gated:
+        return "is fully in use"
+    for swap in (policy.swap, policy.side):
+        if swap is not None and model in swap.victims:
+            return f"leaves for '{swap.target.model}'"
+    return "leaves for another model"
+
+
 def in_the_way(policy: AdmissionPolicy, view: PoolView, ask: Ask) -> str:
     """What holds the memory that ``ask`` needs, in one clause; may be empty."""
     loading = [m.model for m in view.models.values() if m.loading]
     if ask.target.model in loading:
         return "it is loading now"
+    if ask.target in view.ready and ask.target.model not in policy.gated:
+        return f"{view.models[ask.target.model].leases} requests run on it"
     busy = [m for m in view.models.values() if m.busy and m.model != ask.target.model]
     clauses = []
     if busy:

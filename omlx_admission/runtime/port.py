@@ -15,13 +15,15 @@ from omlx_admission.runtime.refusal import Refusal
 class Ask:
     """One call of ``get_engine``: what it wants and its arguments, passed on untouched.
 
-    ``own`` is what the request that asks holds already.
+    ``own`` is what the request that asks holds already. An ask that is ``unpaced`` wants
+    nothing of the engine that it would have to wait its turn for.
     """
 
     target: Target
     size: int
     arguments: dict[str, Any]
     own: Own = NOTHING
+    unpaced: bool = False
 
 
 class PoolPort(Protocol):
@@ -36,6 +38,9 @@ class PoolPort(Protocol):
         Raises:
             Exception: the pool's own error where the engine cannot be used.
         """
+
+    def places(self, model: str) -> int | None:
+        """How many leases the resident ``model`` may hold while requests wait for it."""
 
     def give_back(self, model: str) -> None:
         """Give one lease back."""

@@ -14,6 +14,7 @@ CODES = {
     "making_room": "idle models are being unloaded for it",
     "draining": "a busy model finishes its requests first, and then leaves",
     "gate_closed": "its model is loaded, but makes room for one that was waited for longer",
+    "full": "its model is loaded, and its engine works for as many as it takes",
     "behind": "another model's turn comes first",
     "resident_busy": "the models in the way are in use and still serve",
     "lingering": "an idle model is kept a moment because its requests keep coming back",
@@ -43,6 +44,9 @@ def reason(
     for swap in (policy.swap, policy.side):
         if swap is not None and swap.target == target:
             return _own(swap, view)
+    if target in view.ready and target.model not in policy.gated:
+        running = view.models[target.model].leases
+        return "full", f"it is loaded and works for {running} requests that came before"
     if target in view.ready:
         for_whom = policy.swap.target if policy.swap is not None else ahead
         other = f"'{for_whom.model}'" if for_whom is not None else "another model"

@@ -220,6 +220,6 @@ def test_ten_thousand_leave_one_by_one() -> None:
     stage.world.strict = False
     for request in waiting[::2] + waiting[1::2]:
         assert request.waiter is not None
-        assert stage.world.policy.leave(request.waiter, Outcome.CANCELLED)
+        assert stage.world.policy.leave(request.waiter, Outcome.CANCELLED, stage.world.now)
     assert stage.world.policy.waiting == 0
     assert stage.world.policy.targets == ()

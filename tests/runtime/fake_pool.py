@@ -46,6 +46,7 @@ class Model:
     loading: bool = False
     pinned: bool = False
     marked: bool = False
+    places: int | None = None
 
 
 @dataclass
@@ -77,6 +78,8 @@ class FakePool:
                     leases=m.leases,
                     pinned=m.pinned,
                     loading=m.loading,
+                    places=m.places,
+                    most=None if m.places is None else 4 * m.places,
                 )
                 for name, m in self.models.items()
                 if m.engine or m.loading
@@ -100,6 +103,9 @@ class FakePool:
         assert model.engine is not None
         model.leases += leases
         return model.engine
+
+    def places(self, model: str) -> int | None:
+        return self.models[model].places
 
     def give_back(self, model: str) -> None:
         assert self.models[model].leases > 0, "a lease was given back twice"

@@ -34,7 +34,7 @@ def everything() -> Sample:
     sample.resident("d")
     seen.refused("x", "model_too_large", "text", 0.0, None)
     waiter = sample.policy.waiters(sample.policy.targets[0])[0]
-    sample.policy.leave(waiter, type(waiter.outcome).EXPIRED)
+    sample.policy.leave(waiter, type(waiter.outcome).EXPIRED, sample.now)
     seen.left(waiter, sample.now, 3, True)
     seen.load_ended("b", ok=True)
     seen.swap_ended("b", "loaded", 2)
