@@ -36,7 +36,9 @@ class NoPool:
         models = {}
         if self.resident:
             models["b"] = ModelView("b", 1, busy=self.leases > 0, leases=self.leases)
-        return PoolView(models, frozenset(targets if self.resident else ()), ceiling=1)
+        return PoolView(
+            models, frozenset(targets if self.resident else ()), ceiling=1, fixed_ceiling=1
+        )
 
     def take(self, target: Target, leases: int) -> Any:
         self.leases += leases

@@ -52,6 +52,7 @@ def crowd(waiters: int, models: int) -> tuple[Facts, Observer]:
     view = PoolView(
         models={"busy": ModelView("busy", 6 * 1024**3, busy=True, leases=3)},
         ceiling=10 * 1024**3,
+        fixed_ceiling=10 * 1024**3,
         used=6 * 1024**3,
     )
     policy.step(view, 101.0)

@@ -74,6 +74,7 @@ class Chaos:
             never_refuse=r.random() < 0.1,
         )
         self.world = self.sim.world
+        self.world.fixed_ceiling = _CEILING
         self.world.tracks_loading = r.random() < 0.5
         self.faults = Faults(
             refused=r.choice([0, 0, 0.1, 0.7]),

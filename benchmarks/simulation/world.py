@@ -77,6 +77,8 @@ class World:
     refusing: Callable[[Request], float | None] = lambda _request: None
     _last_granted: dict[Target, int] = field(default_factory=dict)
     closing: bool = False
+    #: What of the ceiling is fixed; 0: all of it.
+    fixed_ceiling: int = 0
     _unseen: bool = False
     _contract: Contract = field(init=False)
 
@@ -120,6 +122,7 @@ class World:
                 if t.model not in self.models or not self.models[t.model].registered
             ),
             ceiling=self.ceiling,
+            fixed_ceiling=self.fixed_ceiling or self.ceiling,
             used=committed + self.soft_residue,
             committed=committed,
             never_refuse=self.never_refuse,

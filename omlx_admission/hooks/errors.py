@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from omlx_admission.hooks import exceptions, faults, resident
+from omlx_admission.hooks import ceiling, exceptions, faults, resident
 from omlx_admission.hooks import requests as requests_hook
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
@@ -30,6 +30,7 @@ NEEDS = (
     # Wrapped with whatever it takes: all of it is passed on.
     Need(resident.POOL, "EnginePool.get_engine", Kind.ASYNC),
     *exceptions.TOLD_APART,
+    *ceiling.NEEDS,
     Need("omlx.server", "get_engine", Kind.USED),
 )
 
@@ -55,27 +56,30 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         return await wrapped(*args, **kwargs)
     except Exception as error:
         if request.refusal is None:
-            remember(error)
+            remember(pool, error)
         raise
 
 
-def remember(error: Exception) -> None:
+def remember(pool: Any, error: Exception) -> None:
     """Keep for the middleware what ``error`` means for the client of this request."""
     request = requests.active()
     if request is None:
         return
     try:
-        request.refusal = refusal_of(error)
+        request.refusal = refusal_of(pool, error)
     except Exception as ours:  # noqa: BLE001 - the caller gets oMLX's error, not ours
         faults.note("the reading of a refusal", ours)
 
 
-def refusal_of(error: Exception) -> Refusal | None:
+def refusal_of(pool: Any, error: Exception) -> Refusal | None:
     """What a stock pool error means for the client; None where stock's own answer is right."""
     from omlx import exceptions as theirs
 
     text = str(error)
     if isinstance(error, theirs.ModelTooLargeError):
+        if ceiling.may_fit(pool, error):
+            text += " That ceiling moves with the memory that other applications use."
+            return Refusal(503, "model_busy", text, retry_after(_GUESS_S))
         return Refusal(507, "model_too_large", text)
     if isinstance(
         error,

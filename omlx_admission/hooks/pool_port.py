@@ -11,8 +11,9 @@ import copy
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from omlx_admission.hooks import ceiling as ceilings
 from omlx_admission.hooks import places, resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.pool_state import (
@@ -22,11 +23,13 @@ from omlx_admission.hooks.pool_state import (
     unloading_models,
 )
 from omlx_admission.policy.model import ModelView, PoolView, Target
+from omlx_admission.policy.planner import too_large_now
 from omlx_admission.runtime.port import Ask
 from omlx_admission.runtime.refusal import Refusal
 
 #: What :meth:`OmlxPool.view` reads.
 VIEW_NEEDS = (
+    *ceilings.NEEDS,
     Need(resident.POOL, "EnginePool._current_model_memory", Kind.VALUE, made_by=()),
     Need(resident.POOL, "EnginePool._current_ceiling", Kind.SYNC, (), returns=("int",)),
     Need(
@@ -73,6 +76,22 @@ planned_victims: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVa
     "omlx_admission_planned_victims", default=()
 )
 
+
+class LoadAtHand(NamedTuple):
+    """The load of ours that runs in the current task."""
+
+    port: OmlxPool
+    ask: Ask
+
+    def has_a_chance(self) -> bool:
+        """Whether it would fit under the ceiling of this instant if all left that can."""
+        target = self.ask.target
+        return not too_large_now(target, self.ask.size, self.port.view((target,), 0))
+
+
+load_at_hand: contextvars.ContextVar[LoadAtHand | None] = contextvars.ContextVar(
+    "omlx_admission_load_at_hand", default=None
+)
 
 #: First members of a variant that is not just a settings signature: a vision
 #: model wanted as text, and settings given by a caller of a pool without any.
@@ -184,6 +203,7 @@ class OmlxPool:
             ready=frozenset(t for t in targets if self._is_ready(t)),
             unknown=frozenset(t for t in targets if t.model not in pool._entries),
             ceiling=ceiling,
+            fixed_ceiling=ceilings.fixed(pool),
             used=max(committed, int(module.get_phys_footprint())),
             committed=committed,
             never_refuse=never_refuse,
@@ -307,6 +327,7 @@ class OmlxPool:
         # Stock refuses a marked model; the gate is closed, so nobody slips in.
         self.unmark(model)
         planned_victims.set(tuple(v for v in victims if v != model))
+        load_at_hand.set(LoadAtHand(self, ask))
         await self._make_places(ask, victims, max_models)
         engine = await self._stock_get_engine(**ask.arguments)
         if not self.in_service(model, engine):
@@ -337,6 +358,8 @@ class OmlxPool:
     def passes(self, error: Exception) -> bool:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""
         errors = self._errors
+        if isinstance(error, errors.ModelTooLargeError):
+            return ceilings.may_fit(self._pool, error)
         return isinstance(
             error,
             errors.InsufficientMemoryError | errors.ModelBusyError | errors.ModelLoadingError,
@@ -358,7 +381,8 @@ class OmlxPool:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""
         errors, pool = self._errors, self._pool
         error: Exception
-        if size <= view.ceiling or view.ceiling <= 0:
+        limit = view.fixed_ceiling
+        if size <= limit or limit <= 0:
             # It would fit but for what is pinned: stock has another name for that.
             error = errors.InsufficientMemoryError(size, view.used, text)
             return error
@@ -366,10 +390,10 @@ class OmlxPool:
         advise = getattr(pool, "_ceiling_binding_and_advice", None)
         if advise is not None:
             binding, advice = advise(
-                ceiling=view.ceiling, current=view.used, tail="use a smaller model"
+                ceiling=limit, current=view.used, tail="use a smaller model"
             )
             extra = {"binding": binding, "advice": advice}
-        error = errors.ModelTooLargeError(model, size, view.ceiling, **extra)
+        error = errors.ModelTooLargeError(model, size, limit, **extra)
         return error
 
     def refused(self, refusal: Refusal) -> Exception:

@@ -23,6 +23,7 @@ from omlx_admission.hooks.pool_port import (
     OmlxPool,
     admission_refused,
     is_busy,
+    load_at_hand,
     planned_victims,
 )
 from omlx_admission.hooks.pool_state import PoolState, state_of, unloading_models
@@ -143,7 +144,7 @@ class QueueHooks:
                 ask = self._ask(port, model_id, force_lm, runtime_settings, lease)
         except Exception as error:
             if faults.is_omlx(error):
-                self._remember(error)
+                self._remember(pool, error)
                 raise
             faults.note("the admission queue", error)
             ask = None
@@ -156,7 +157,7 @@ class QueueHooks:
             except Exception as error:
                 request = requests.active()
                 if request is not None and request.refusal is None:
-                    self._remember(error)
+                    self._remember(pool, error)
                 raise
         if ask is None:
             engine = await wrapped(*args, **kwargs)
@@ -168,9 +169,9 @@ class QueueHooks:
                 resident.keep_lease(pool, model_id)
         return engine
 
-    def _remember(self, error: Exception) -> None:
+    def _remember(self, pool: Any, error: Exception) -> None:
         if self._settings.errors:
-            errors.remember(error)
+            errors.remember(pool, error)
 
     def _refuse_wrong_kind(self, pool: Any, model_id: str) -> None:
         """Load nothing, and evict nobody, for a route that this kind cannot serve."""
@@ -250,6 +251,9 @@ class QueueHooks:
 
         The enforcer calls this too; its task has no plan, so it gets stock's answer.
         """
+        load = load_at_hand.get()
+        if load is not None and not load.has_a_chance():
+            return None  # the ceiling fell meanwhile: nobody leaves for nothing
         for victim in planned_victims.get():
             entry = pool._entries.get(victim)
             if (

@@ -370,6 +370,12 @@ class AdmissionPolicy(Schedule):
             self._load(swap, view, now, actions)
         elif wish.kind is PlanKind.DRAIN:
             self._drain(wish, now, actions)
+        if wish.kind is not PlanKind.BLOCKED:
+            swap.blocked_since = None
+        elif swap.blocked_since is None:
+            swap.blocked_since = now
+        elif now >= swap.blocked_since + _PATIENCE_SETTLE_S:
+            self.swap = None  # the ceiling has fallen: what drains serves on meanwhile
 
     def _load_beside_drain(self, view: PoolView, now: float, actions: list[Action]) -> None:
         """While a drain goes on, load what leaves it, and the swap after it, untouched."""

@@ -110,7 +110,9 @@ class PoolView:
         ready: targets that could be served at once (resident, right variant,
             neither loading nor unloading).
         unknown: targets whose model is no longer registered.
-        ceiling: most bytes that models may hold; 0 is no limit.
+        ceiling: most bytes that models may hold at this instant; 0 is no limit. It moves
+            with what the rest of the machine uses.
+        fixed_ceiling: the part of it that no wait changes; 0 where that is not known.
         used: bytes in use as admission counts them, residue included.
         committed: bytes in use without reclaimable residue of unloaded models.
         never_refuse: the memory guard is off: evict as well as possible, then load.
@@ -123,6 +125,7 @@ class PoolView:
     ready: frozenset[Target] = frozenset()
     unknown: frozenset[Target] = frozenset()
     ceiling: int = 0
+    fixed_ceiling: int = 0
     used: int = 0
     committed: int = 0
     never_refuse: bool = False
@@ -202,3 +205,5 @@ class Swap:
     loading: bool = False
     load_started: float = 0.0
     cancelled: bool = False
+    #: Since when no drain would make room any more, because the ceiling fell.
+    blocked_since: float | None = None

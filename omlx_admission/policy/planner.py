@@ -17,9 +17,9 @@ class PlanKind(enum.Enum):
     EVICT = "evict"  # idle models leave
     DRAIN = "drain"  # at least one busy model has to drain first
     SETTLE = "settle"  # room is on its way: a load or unload is under way
-    BLOCKED = "blocked"  # what could leave does not suffice
+    BLOCKED = "blocked"  # what could leave does not suffice now
     ASK = "ask"  # nothing of ours is in the way: only the pool can tell
-    NEVER = "never"  # larger than the ceiling less what is pinned
+    NEVER = "never"  # larger than what of the ceiling is fixed, less what is pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,31 @@ _NEVER = Plan(PlanKind.NEVER)
 
 
 def never_fits(target: Target, size: int, view: PoolView) -> bool:
-    """Whether no amount of waiting makes room: only pinned models count against it."""
-    pinned = [m for m in view.models.values() if m.pinned and m.model != target.model]
+    """Whether no amount of waiting makes room.
+
+    Only pinned models count against it, and only the part of the ceiling that is fixed:
+    what the moving part forbids is a shortage that passes.
+    """
+    pinned = _pinned_beside(target, view)
     if view.max_models and len(pinned) >= view.max_models:
         return True
     group = view.exclusive.get(target.model)
     if group is not None and any(view.exclusive.get(m.model) == group for m in pinned):
         return True
+    if view.fixed_ceiling <= 0 or view.never_refuse:
+        return False
+    return size > view.fixed_ceiling - sum(m.size for m in pinned)
+
+
+def too_large_now(target: Target, size: int, view: PoolView) -> bool:
+    """Whether the ceiling of this instant forbids it, whatever leaves."""
     if view.ceiling <= 0 or view.never_refuse:
         return False
-    return size > view.ceiling - sum(m.size for m in pinned)
+    return size > view.ceiling - sum(m.size for m in _pinned_beside(target, view))
+
+
+def _pinned_beside(target: Target, view: PoolView) -> list[ModelView]:
+    return [m for m in view.models.values() if m.pinned and m.model != target.model]
 
 
 def fits(view: PoolView, size: int, leaving: Iterable[ModelView] = ()) -> bool:
@@ -92,6 +107,8 @@ def plan(
     """
     if never_fits(target, size, view):
         return _NEVER
+    if too_large_now(target, size, view):
+        return _BLOCKED  # nothing leaves for what does not fit even then
     own = view.models.get(target.model)
     # Another variant of the model itself, and another member of its exclusive
     # group, have to leave whatever room there is.

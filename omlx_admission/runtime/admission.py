@@ -30,7 +30,7 @@ from omlx_admission.policy.model import (
     Undrain,
     Waiter,
 )
-from omlx_admission.policy.planner import never_fits
+from omlx_admission.policy.planner import never_fits, too_large_now
 from omlx_admission.runtime import observe
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.explain import explain, in_use_text, leaves_text, too_large_text
@@ -363,7 +363,10 @@ class Admission:
             return
         self._observe_refusal(pending.ask, refusal, waited, pending.request)
         shortage = self._shortages.get(waiter.target)
-        if shortage is not None and not any(m.busy or m.loading for m in view.models.values()):
+        explained = too_large_now(waiter.target, pending.ask.size, view) or any(
+            m.busy or m.loading for m in view.models.values()
+        )
+        if shortage is not None and not explained:
             # None of our models is in the way: the pool's own words name what is.
             text = f"{shortage} Try again in about {refusal.retry_after} s."
             refusal = replace(refusal, message=text)
@@ -391,7 +394,10 @@ class Admission:
         if clash(ask.target, ask.size, view, leased):
             text = in_use_text(ask, view, leased)
             return ask, self._permanent(ask, view, text, request)
-        if kept and clash(ask.target, ask.size, view, leased | kept):
+        if kept and (
+            clash(ask.target, ask.size, view, leased | kept)
+            or clash(ask.target, ask.size, view, leased | kept, too_large_now)
+        ):
             ask.own.hand_back()
             ask = replace(ask, own=Own(leased))
         return ask, None

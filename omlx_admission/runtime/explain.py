@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.model import PoolView, Waiter
+from omlx_admission.policy.planner import too_large_now
 from omlx_admission.runtime.port import Ask
 
 
@@ -53,6 +54,8 @@ def _state(policy: AdmissionPolicy, view: PoolView, ask: Ask) -> str:
 
 def in_the_way(policy: AdmissionPolicy, view: PoolView, ask: Ask) -> str:
     """What holds the memory that ``ask`` needs, in one clause; may be empty."""
+    if too_large_now(ask.target, ask.size, view):
+        return ceiling_now(ask.size, view)
     loading = [m.model for m in view.models.values() if m.loading]
     if ask.target.model in loading:
         return "it is loading now"
@@ -70,12 +73,23 @@ def in_the_way(policy: AdmissionPolicy, view: PoolView, ask: Ask) -> str:
     return " and ".join(clauses)
 
 
+def ceiling_now(size: int, view: PoolView) -> str:
+    """The clause about a ceiling that is too low at this instant for ``size`` bytes."""
+    text = f"its {_gb(size)} are above the memory ceiling, {_gb(view.ceiling)} at the moment"
+    pinned = sum(m.size for m in view.models.values() if m.pinned)
+    if pinned:
+        text += f" with {_gb(pinned)} of it pinned"
+    if view.fixed_ceiling > view.ceiling:
+        return f"{text} and {_gb(view.fixed_ceiling)} at most: other applications use the rest"
+    return text
+
+
 def too_large_text(ask: Ask, view: PoolView) -> str:
     """The text of a 507: sizes in GB, and the pinned models that count against it."""
     pinned = [m for m in view.models.values() if m.pinned and m.model != ask.target.model]
     text = (
         f"Model '{ask.target.model}' ({_gb(ask.size)}) does not fit under the memory "
-        f"ceiling of {_gb(view.ceiling)}"
+        f"ceiling of {_gb(view.fixed_ceiling)}"
     )
     if view.max_models and len(pinned) >= view.max_models:
         text = (
@@ -109,8 +123,8 @@ def in_use_text(ask: Ask, view: PoolView, own: Iterable[str]) -> str:
     return (
         f"Model '{ask.target.model}' ({_gb(ask.size)}) cannot be loaded while this request "
         f"itself uses {' and '.join(sizes)}: there is no room for both under the memory "
-        f"ceiling of {_gb(view.ceiling)}. No wait can change that: use smaller models, or ask "
-        f"for one after the other."
+        f"ceiling of {_gb(view.fixed_ceiling)}. No wait can change that: use smaller models, "
+        f"or ask for one after the other."
     )
 
 

@@ -40,8 +40,17 @@ class Own:
 NOTHING = Own()
 
 
-def clash(target: Target, size: int, view: PoolView, own: Collection[str]) -> bool:
-    """Whether ``target`` can never be loaded while the models in ``own`` are in use."""
+def clash(
+    target: Target,
+    size: int,
+    view: PoolView,
+    own: Collection[str],
+    impossible: Callable[[Target, int, PoolView], bool] = never_fits,
+) -> bool:
+    """Whether ``target`` can never be loaded while the models in ``own`` are in use.
+
+    ``impossible`` tells, with those as pinned ones.
+    """
     held = view.models.keys() & set(own)
     if target.model in held:
         return target not in view.ready
@@ -49,4 +58,4 @@ def clash(target: Target, size: int, view: PoolView, own: Collection[str]) -> bo
         name: replace(model, pinned=True) if name in held else model
         for name, model in view.models.items()
     }
-    return bool(held) and never_fits(target, size, replace(view, models=models))
+    return bool(held) and impossible(target, size, replace(view, models=models))

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.model import PoolView, Swap, Target
-from omlx_admission.policy.planner import PlanKind, plan
+from omlx_admission.policy.planner import PlanKind, plan, too_large_now
+from omlx_admission.runtime.explain import ceiling_now
 
 #: Every code, and what it means; the schema lists them too.
 CODES = {
@@ -20,6 +21,7 @@ CODES = {
     "lingering": "an idle model is kept a moment because its requests keep coming back",
     "settling": "memory of a model that left is not free yet",
     "no_room": "memory is held by what no swap can move",
+    "ceiling": "oMLX's memory ceiling is too low for it at the moment",
     "asking": "oMLX is asked again shortly",
 }
 
@@ -77,6 +79,8 @@ def _own(swap: Swap, view: PoolView) -> tuple[str, str]:
 def _undecided(
     policy: AdmissionPolicy, target: Target, size: int, view: PoolView, now: float
 ) -> tuple[str, str]:
+    if too_large_now(target, size, view):
+        return "ceiling", ceiling_now(size, view)
     wish = plan(target, size, view)
     if wish.kind is PlanKind.DRAIN:
         since = policy.wanted_since(target)

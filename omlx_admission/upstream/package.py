@@ -15,6 +15,7 @@ from omlx_admission.upstream.transplant import LICENSE, Recipe, transplant
 
 #: Ours, below ``omlx_admission``, to its name in ``omlx/admission/``.
 MODULES = {
+    "hooks.ceiling": "ceiling",
     "hooks.errors": "errors",
     "hooks.holding": "holding",
     "hooks.kinds": "kinds",

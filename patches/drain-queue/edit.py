@@ -116,6 +116,7 @@ class AdmissionRefused(exceptions.SchedulerQueueFullError):
     imports="from .. import exceptions\n",
     text={
         "omlx_admission_planned_victims": "omlx_planned_victims",
+        "omlx_admission_load_at_hand": "omlx_load_at_hand",
         "OmlxPool": "EnginePoolPort",
         "stock_get_engine": "get_engine",
         "The real pool": "The engine pool",
@@ -251,6 +252,8 @@ def engine_pool(module: cst.Module) -> cst.Module:
         module,
         f"{POOL}._find_lru_victim",
         """
+        if not self._admission.has_a_chance():
+            return None
         planned = self._admission.planned_victim()
         if planned is not None:
             return planned

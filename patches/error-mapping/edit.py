@@ -32,10 +32,10 @@ def _errors() -> str:
             "from omlx import exceptions as theirs": None,
             """
             try:
-                request.refusal = refusal_of(error)
+                request.refusal = refusal_of(pool, error)
             except Exception as ours:
                 faults.note("the reading of a refusal", ours)
-            """: "request.refusal = refusal_of(error)",
+            """: "request.refusal = refusal_of(pool, error)",
         },
         text={
             "a stock pool error": "a pool error",
@@ -47,6 +47,22 @@ def _errors() -> str:
         imports="import functools\nfrom .. import exceptions as theirs\n",
     )
     return transplant(recipe, package.MODULES)
+
+
+CEILING = Recipe(
+    "hooks.ceiling",
+    drop=("NEEDS", "_ENFORCER"),
+    rewrite={
+        'faults.note("the parts of the memory ceiling", error)': (
+            'logging.getLogger(__name__).warning("the memory ceiling is unreadable: %s", error)'
+        ),
+    },
+    text={
+        " Releases before 0.5.7 have the private one only.": "",
+        "what oMLX calls too large": "what the pool calls too large",
+    },
+    imports="import logging\n",
+)
 
 
 def engine_pool(module: cst.Module) -> cst.Module:
@@ -89,6 +105,8 @@ middleware, which knows the request, answers with it in place of the error
 response that the route has made of it: 503 with Retry-After for a shortage
 that passes, 507 with x-should-retry: false for a model that never fits, 500
 for one that failed to load, in the shape of the route (OpenAI or Anthropic).
+A model never fits where it is larger than what of the memory ceiling is fixed;
+what only the moving part forbids passes.
 The cause of a failed load stays in the log where its words could be read as an
 input that is too long. A header X-OMLX-Max-Wait that is no number of seconds is
 answered with 400; nothing waits by it yet. No route is changed. The headers of
@@ -97,5 +115,9 @@ an HTTPException are kept.
     issues=(1970,),
     features=("errors",),
     edits={"engine_pool.py": engine_pool, "server.py": server},
-    modules={**package.REQUEST_MODULES, "admission/errors.py": _errors},
+    modules={
+        **package.REQUEST_MODULES,
+        "admission/ceiling.py": package.make(CEILING),
+        "admission/errors.py": _errors,
+    },
 )

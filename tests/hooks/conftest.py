@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
@@ -40,8 +41,16 @@ class House:
         self.hold_unloads = False
         self.fail: dict[str, Exception] = {}
         self.ceiling = 1000
+        #: What of the ceiling is fixed; None: all of it.
+        self.fixed_ceiling: int | None = None
         self._load_gates: dict[str, asyncio.Event] = {}
         self._unload_gates: dict[str, asyncio.Event] = {}
+
+    def breakdown(self) -> dict[str, int]:
+        """The parts of the ceiling, as an enforcer of tier `balanced` tells them."""
+        static = self.ceiling if self.fixed_ceiling is None else self.fixed_ceiling
+        parts = {"static": static, "dynamic": self.ceiling, "metal_cap": 0}
+        return parts | {"hard_limit": self.ceiling}
 
     def engine(self, *args: Any, **keywords: Any) -> MagicMock:
         """What stands in for ``BatchedEngine(...)``."""
@@ -190,6 +199,13 @@ def make_house(
         mocker.patch.object(module.mx, "get_active_memory", lambda: 0)
         mocker.patch.object(module, "get_phys_footprint", lambda: 0)
         pool._get_final_ceiling = lambda: house.ceiling
+        pool._process_memory_enforcer = SimpleNamespace(
+            get_ceiling_breakdown=house.breakdown,
+            _memory_guard_tier="balanced",
+            memory_guard_tier="balanced",
+            wake=lambda **_keywords: None,
+            _propagate_memory_limit=lambda: None,
+        )
         pool.discover_models([str(models)], [])
         for name, size in SIZES.items():
             pool._entries[name].estimated_size = size

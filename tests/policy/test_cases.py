@@ -468,6 +468,78 @@ class TestB57SameSwapEachWay:
         assert house.story() == ["unload D", "load E"]
 
 
+class TestC1Dips:
+    """The ceiling falls for a while, and what fitted fits again: nobody is told never."""
+
+    @staticmethod
+    def dip(house: House, begins: float, lasts: float, to: int = 59) -> None:
+        house.world.fixed_ceiling = 100
+        house.at(begins, lambda: house.world.set_ceiling(to))
+        house.at(begins + lasts, lambda: house.world.set_ceiling(100))
+
+    #: While B: arrives, stands behind A, sees A drain, loads, and is served.
+    MOMENTS = (0.4, 3.0, 21.0, 33.5, 36.0)
+
+    @pytest.mark.parametrize("begins", MOMENTS)
+    @pytest.mark.parametrize("lasts", [0.1, 1.0, 5.0, 30.0])
+    def test_c1_at_each_moment_of_a_wait(self, begins: float, lasts: float) -> None:
+        house = House(warm="A", max_age=20.0, budget=300.0)
+        stream, b = house.ask(0, "A", 32.0), house.ask(0.5, "B", LONG)
+        late = house.ask(22.0, "A")
+        self.dip(house, begins, lasts)
+        house.end()
+        assert house.served(stream, b, late)
+        assert house.story()[:2] == ["unload A", "load B"]
+        away = next(t for t, kind, m in house.world.log if (kind, m) == ("unload", "A"))
+        assert away >= 32.0, "nothing that runs is cut"
+        assert not begins <= away < begins + lasts, "nothing leaves for what cannot come"
+
+    def test_c1_a_short_dip_does_not_open_the_gate(self) -> None:
+        house = House(warm="A", max_age=2.0, budget=300.0)
+        house.ask(0, "A", 20.0)
+        b, a = house.ask(0.5, "B"), house.ask(6.0, "A")
+        self.dip(house, 5.0, 5.0)
+        house.end()
+        assert house.served(a, b)
+        assert house.story() == ["unload A", "load B", "unload B", "load A"]
+
+    def test_c1_a_long_one_does_not_keep_the_loaded_model_from_its_clients(self) -> None:
+        house = House(warm="A", max_age=2.0, budget=300.0)
+        house.ask(0, "A", 4.0)
+        b = house.ask(0.5, "B")
+        later = [house.ask(5.0 + i, "A") for i in range(60)]
+        self.dip(house, 3.0, 100.0)
+        house.end()
+        assert house.served(b, *later)
+        assert max(house.asked[n].waited for n in later) <= 10.0
+        assert house.story() == ["unload A", "load B"]
+
+    def test_c1_the_wait_ends_at_its_budget(self) -> None:
+        house = House(warm="A")
+        b, a = house.ask(1.0, "B"), house.ask(20.0, "A")
+        self.dip(house, 0.5, 100.0)
+        house.end()
+        assert house.asked[b].outcome is Outcome.EXPIRED
+        assert house.served(a)
+        assert house.story() == []
+
+    def test_c1_others_that_fit_are_not_kept_waiting(self) -> None:
+        house = House(warm="A", max_age=2.0)
+        b, d = house.ask(1.0, "B"), house.ask(5.0, "D")
+        self.dip(house, 0.5, 20.0)
+        house.end()
+        assert house.served(b, d)
+        assert house.asked[d].waited < 5.0
+
+    def test_k2_what_is_fixed_still_refuses_at_once(self) -> None:
+        house = House(warm="A")
+        x = house.ask(1.0, "X")
+        self.dip(house, 0.5, 20.0)
+        house.end()
+        assert house.asked[x].outcome is Outcome.REFUSED
+        assert house.asked[x].waited == 0
+
+
 class TestB60Hangs:
     def test_b60_a_hung_load_ends_its_waiters_and_frees_the_slot(self) -> None:
         house = House()

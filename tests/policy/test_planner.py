@@ -17,6 +17,7 @@ def view(*models: ModelView, ceiling: int = 100, residue: int = 0, **kwargs: Any
     return PoolView(
         {m.model: m for m in models},
         ceiling=ceiling,
+        fixed_ceiling=kwargs.pop("fixed", ceiling),
         used=kwargs.pop("used", total + residue),
         committed=kwargs.pop("committed", total),
         **kwargs,

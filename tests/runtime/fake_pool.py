@@ -93,6 +93,7 @@ class FakePool:
             ),
             unknown=frozenset(t for t in targets if t.model not in self.models),
             ceiling=self.ceiling,
+            fixed_ceiling=self.ceiling,
             used=self.used(),
             committed=self.used(),
             max_models=max_models,

@@ -36,6 +36,7 @@ class Sample:
             models=self.held,
             ready=frozenset(t for t in self.policy.targets if t.model in self.ready),
             ceiling=10 * GB,
+            fixed_ceiling=10 * GB,
             used=used,
             committed=used,
         )

@@ -13,7 +13,7 @@ from ..exceptions import EnginePoolError
 from . import kinds
 from . import request as requests
 from .own import own
-from .pool import EnginePoolPort, is_busy, planned_victims
+from .pool import EnginePoolPort, is_busy, load_at_hand, planned_victims
 from .port import Ask
 from .queue import Admission, QueueBroken
 from .settings import Settings, load
@@ -94,6 +94,14 @@ class PoolAdmission(Admission):
         if refusal is not None:
             request.refusal = refusal
             raise self.port.refused(refusal)
+
+    def has_a_chance(self) -> bool:
+        """Whether the load of this task, if it is one of the queue's, would fit by now.
+
+        The ceiling may have fallen since it was decided; nothing is evicted in vain.
+        """
+        load = load_at_hand.get()
+        return load is None or load.has_a_chance()
 
     def planned_victim(self) -> str | None:
         """The next model to leave for the load of this task; None outside of one."""

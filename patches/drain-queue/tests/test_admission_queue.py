@@ -2,6 +2,7 @@
 """Two models, memory for one: requests queue, the busy model drains, all are served."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,7 +35,18 @@ class Machine:
         self.log = []
         self.may_load = asyncio.Event()
         self.may_load.set()
-        pool._get_final_ceiling = lambda: CEILING
+        self.ceiling = CEILING
+        pool._get_final_ceiling = lambda: self.ceiling
+        pool._process_memory_enforcer = SimpleNamespace(
+            _memory_guard_tier="balanced",
+            get_ceiling_breakdown=lambda: {
+                "static": CEILING,
+                "dynamic": self.ceiling,
+                "metal_cap": 0,
+            },
+            wake=lambda **_keywords: None,
+            _propagate_memory_limit=lambda: None,
+        )
         pool._admission = PoolAdmission(pool, Settings(linger_s=0, **settings))
         for model, size in (("a", SIZE), ("b", SIZE), ("x", 2 * CEILING)):
             folder = tmp_path / model
@@ -173,6 +185,22 @@ async def test_a_model_that_never_fits_costs_nobody_anything(monkeypatch, tmp_pa
     with pytest.raises(ModelTooLargeError):
         await machine.serve("x")
     assert machine.log == ["load a"]
+
+
+@pytest.mark.asyncio
+async def test_what_only_the_moving_ceiling_forbids_is_waited_for(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    await machine.serve("a")
+    await machine.done("a")
+    machine.ceiling = SIZE - 1
+    for_b = machine.ask("b")
+    await settle()
+    assert not for_b.done()
+    assert machine.log == ["load a"]
+    machine.ceiling = CEILING
+    await for_b
+    await machine.done("b")
+    assert machine.log == ["load a", "unload a", "load b"]
 
 
 @pytest.mark.asyncio

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,8 +19,17 @@ from omlx.exceptions import (
 )
 
 
+FIXED = 1000
+ENFORCER = SimpleNamespace(
+    _memory_guard_tier="balanced",
+    get_ceiling_breakdown=lambda: {"static": 2 * FIXED, "dynamic": 1, "metal_cap": FIXED},
+)
+
+
 def pool_that(answer):
     class Pool:
+        _process_memory_enforcer = ENFORCER
+
         @remembers_refusal
         async def get_engine(self, model_id):
             if isinstance(answer, Exception):
@@ -57,6 +67,8 @@ async def respond(pool, path="/v1/chat/completions", status=500, headers=()):
 
 
 PASSING = [
+    # Other applications hold what it needs; the ceiling itself allows it.
+    ModelTooLargeError("m", FIXED, 1),
     InsufficientMemoryError(2, 1, "no room now"),
     ModelBusyError("m", "reload"),
     ModelLoadingError("m"),
@@ -76,7 +88,7 @@ async def test_a_shortage_that_passes_is_503_with_retry_after(error, status):
 
 @pytest.mark.asyncio
 async def test_a_model_that_never_fits_is_507_and_not_to_be_tried_again():
-    error = ModelTooLargeError("m", 2, 1)
+    error = ModelTooLargeError("m", FIXED + 1, 1)
     code, headers, body = await respond(pool_that(error))
     assert code == 507
     assert headers[b"x-should-retry"] == b"false"
@@ -188,7 +200,7 @@ async def test_a_call_outside_of_a_request_just_raises():
 
 
 def test_an_unknown_error_is_nobodys_refusal():
-    assert refusal_of(ValueError("x")) is None
+    assert refusal_of(None, ValueError("x")) is None
 
 
 @pytest.mark.asyncio
