@@ -5,9 +5,12 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs
 
+from omlx_admission.hooks import faults
+from omlx_admission.hooks.holding import Holding
 from omlx_admission.hooks.pool_port import OmlxPool, admission_refused
 from omlx_admission.hooks.pool_state import state_of
 from omlx_admission.runtime import request as requests
@@ -23,6 +26,13 @@ class Mode(enum.Enum):
     NOW = "now"  # end what runs with an error event
     IF_IDLE = "if-idle"  # 409, nothing happens
 
+
+#: What an answer that is cut off says, and when it is worth another try, in seconds.
+_ENDED = (
+    "Model '{model}' was unloaded by hand before this answer was complete. "
+    "The next request for it loads it again."
+)
+_RETRY_S = 1
 
 _NAMES = ", ".join(mode.value for mode in Mode)
 
@@ -108,19 +118,41 @@ def _refused(refusal: Refusal, request: requests.Request | None) -> Exception:
     return admission_refused()(refusal)
 
 
-async def end_requests(engine: Any, model: str) -> None:
-    """End what runs with an error event: stock leaves streams waiting for ever."""
-    abort = getattr(engine, "abort_all_requests", None)
-    if not callable(abort):
+def end_holders(engine: Any, model: str, own: requests.Request | None) -> Callable[[], bool]:
+    """End every request that holds ``engine``, but the one that wants it gone.
+
+    Returns whether one of them holds it still: each gives it back on its own way out.
+    """
+    refusal = Refusal(503, "model_unloading", _ENDED.format(model=model), _RETRY_S)
+
+    def holds(request: requests.Request) -> bool:
+        held: Holding | None = request.handed.get(model)
+        return held is not None and held.engine() is engine and bool(held.leased or held.kept)
+
+    ended = [r for r in tuple(requests.live) if r is not own and holds(r)]
+    for request in ended:
+        request.cut.end_with(refusal)
+    if ended:
+        logger.info("admission: %d requests of '%s' are ended", len(ended), model)
+    return lambda: any(holds(request) for request in ended if not request.ended)
+
+
+async def abort(engine: Any, model: str) -> None:
+    """Have the engine end what it still runs: work of jobs, or of no request at all."""
+    abort_all = getattr(engine, "abort_all_requests", None)
+    if not callable(abort_all):
         return
-    logger.info("admission: requests of '%s' are ended for its unload", model)
     arguments: dict[str, str] = {}
-    if "reason" in inspect.signature(abort).parameters:
-        arguments = {
-            "reason": f"Model '{model}' was unloaded by hand",
-            "error_code": "model_unloading",
-        }
     try:
-        await abort(**arguments)
+        if "reason" in inspect.signature(abort_all).parameters:
+            arguments = {
+                "reason": f"Model '{model}' was unloaded by hand",
+                "error_code": "model_unloading",
+            }
+    except (TypeError, ValueError) as error:
+        # Not every callable has a signature; it is called all the same.
+        faults.note("the look at an engine's abort", error)
+    try:
+        await abort_all(**arguments)
     except Exception:
-        logger.warning("admission: ending requests of '%s' failed", model, exc_info=True)
+        logger.warning("admission: ending the work of '%s' failed", model, exc_info=True)

@@ -79,8 +79,12 @@ NEEDS = (
     *resident.ENTRY,
 )
 
-#: Seconds that ended requests get to leave their engine: they go at the end of the
-#: step that is under way. Then it is torn down, as stock does at once.
+#: Seconds that ended requests get to give their leases back: it takes them no time, but
+#: a client that does not read keeps its own for as long as it likes.
+_LEAVE_S = 1.0
+
+#: Seconds that the engine gets to put them away: they go at the end of the step that is
+#: under way. Then it is torn down, as stock does at once.
 _CUT_S = 10.0
 
 #: Set while the model folders change: every unload within has to happen.
@@ -257,7 +261,6 @@ async def _come_to_rest(errand: Errand, leave: Leave) -> None:
     Raises:
         Exception: our refusal: the budget has ended, or the client has left.
     """
-    loop = asyncio.get_running_loop()
 
     def may_go() -> bool:
         return _may_go(errand, leave)
@@ -265,19 +268,44 @@ async def _come_to_rest(errand: Errand, leave: Leave) -> None:
     if may_go():
         return
     if errand.now:
-        await unload_modes.end_requests(errand.engine, errand.model)
-        await leave.wait(may_go, loop.time() + _CUT_S, None)
+        await _cut(errand, leave, may_go)
         return
     # A deletion that stops half-way is worse than one that nobody waits for.
     watched = None if errand.must_happen else errand.request
     ended = await leave.wait(may_go, errand.deadline, watched)
     if ended is Ended.EXPIRED and errand.must_happen:
-        await unload_modes.end_requests(errand.engine, errand.model)
-        await leave.wait(may_go, loop.time() + _CUT_S, None)
+        await _cut(errand, leave, may_go)
     elif ended is Ended.LEFT:
         raise unload_modes.client_left()
     elif ended is Ended.EXPIRED:
         raise unload_modes.expired(errand.pool, errand.model, errand.request)
+
+
+async def _cut(errand: Errand, leave: Leave, may_go: Callable[[], bool]) -> None:
+    """End what runs, and return when the engine has done with it.
+
+    A client that does not read keeps its lease, and nothing of the engine runs for it.
+    """
+    loop = asyncio.get_running_loop()
+    hold = unload_modes.end_holders(errand.engine, errand.model, errand.request)
+    await leave.wait(lambda: may_go() or not hold(), loop.time() + _LEAVE_S, None)
+    await unload_modes.abort(errand.engine, errand.model)
+    await leave.wait(may_go, loop.time() + _LEAVE_S, None)
+    await leave.wait(lambda: not _runs(errand), loop.time() + _CUT_S, None)
+
+
+def _runs(errand: Errand) -> bool:
+    """Whether the engine works, whoever has been handed it."""
+    if _gone(errand):
+        return errand.model in unloading_models(errand.pool)
+    works = getattr(errand.pool, "_entry_has_scheduler_work", None)
+    try:
+        if works is not None and getattr(errand.engine, "_engine", None) is not None:
+            # Its requests stay until their clients have read them; its scheduler's go.
+            return bool(works(errand.pool._entries[errand.model]))
+        return errand.engine.has_active_requests() is True
+    except Exception:  # noqa: BLE001 - a check that cannot answer must not pin memory
+        return False
 
 
 def _gone(errand: Errand) -> bool:

@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 #: Types of Anthropic's errors by HTTP status; any other is ``api_error``.
 _ANTHROPIC = {
@@ -28,7 +28,40 @@ _ANTHROPIC = {
 }
 
 
-def frames(protocol: str, status: int, error: Mapping[str, Any], model: str) -> bytes:
+class Begun(NamedTuple):
+    """The first and the last events of a stream that is ended in the middle."""
+
+    first: bytes
+    last: bytes
+
+    def response(self) -> Mapping[str, Any]:
+        """What a stream of Responses said of itself when it began."""
+        response = _data(self.first).get("response")
+        return response if isinstance(response, dict) else {}
+
+    def number(self) -> int:
+        """The number of the event that comes next in a stream of Responses."""
+        last = _data(self.last).get("sequence_number")
+        return last + 1 if isinstance(last, int) else 0
+
+
+def _data(events: bytes) -> dict[str, Any]:
+    """The data of the last of some events; nothing where it is none of ours."""
+    _, found, data = events.rstrip().rpartition(b"data:")
+    try:
+        content = json.loads(data) if found else None
+    except ValueError:
+        content = None
+    return content if isinstance(content, dict) else {}
+
+
+def frames(
+    protocol: str,
+    status: int,
+    error: Mapping[str, Any],
+    model: str = "",
+    begun: Begun | None = None,
+) -> bytes:
     """The events that end a stream of ``protocol`` with ``error``.
 
     Args:
@@ -36,13 +69,21 @@ def frames(protocol: str, status: int, error: Mapping[str, Any], model: str) -> 
         status: the HTTP status that the error would have had.
         error: ``message``, and ``type``, ``code`` and others where they are known.
         model: the name that the request gave.
+        begun: what of the stream is out; None where that is nothing but keep-alives.
     """
     if protocol == "anthropic":
         known = {name: value for name, value in error.items() if value is not None}
         kind = _ANTHROPIC.get(status, "api_error")
         return _event("error", {"error": {**known, "type": kind}})
     if protocol == "openai_responses":
-        return _event("error", _error(error)) + _event("response.failed", _failed(error, model))
+        number = begun.number() if begun is not None else 0
+        failed = _failed(error, model)
+        if begun is not None:
+            known = {**failed, **begun.response()}
+            failed = {**known, "status": failed["status"], "error": failed["error"]}
+        return _event("error", _error(error, number)) + _event(
+            "response.failed", {"response": failed, "sequence_number": number + 1}
+        )
     return f"data: {json.dumps({'error': dict(error)})}\n\ndata: [DONE]\n\n".encode()
 
 
@@ -50,14 +91,14 @@ def _event(name: str, content: Mapping[str, Any]) -> bytes:
     return f"event: {name}\ndata: {json.dumps({'type': name, **content})}\n\n".encode()
 
 
-def _error(error: Mapping[str, Any]) -> dict[str, Any]:
+def _error(error: Mapping[str, Any], number: int) -> dict[str, Any]:
     plain = {name: error.get(name) for name in ("code", "message", "param")}
-    return {**plain, "sequence_number": 0, "error": dict(error)}
+    return {**plain, "sequence_number": number, "error": dict(error)}
 
 
 def _failed(error: Mapping[str, Any], model: str) -> dict[str, Any]:
     cause = {"code": error.get("code") or "server_error", "message": error.get("message")}
-    response = {
+    return {
         "id": f"resp_{uuid.uuid4().hex[:24]}",
         "object": "response",
         "created_at": int(time.time()),
@@ -73,4 +114,3 @@ def _failed(error: Mapping[str, Any], model: str) -> dict[str, Any]:
         "tools": [],
         "usage": None,
     }
-    return {"response": response, "sequence_number": 1}

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from omlx_admission.runtime import stream_hold
+from omlx_admission.runtime.cut import Cut
 from omlx_admission.runtime.refusal import Refusal
 
 logger = logging.getLogger("omlx.admission")
@@ -32,6 +33,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: Whether waits are counted, so that 0 means "resident" and not "unknown".
 queueing = False
+
+#: Every HTTP request that is handled now.
+live: set[Request] = set()
 
 current: contextvars.ContextVar[Request | None] = contextvars.ContextVar(
     "omlx_admission_request", default=None
@@ -82,6 +86,7 @@ class Request:
         self.refusal: Refusal | None = None
         self.hold: stream_hold.StreamHold | None = None
         self.ended = False
+        self.cut = Cut(self.path)
         self.handed: dict[str, Any] = {}
         self.waited_s = 0.0
         self._headers = scope.get("headers", ())
@@ -178,11 +183,13 @@ class RequestMiddleware:
         token = current.set(request)
         try:
             if scope["type"] == "http":
+                live.add(request)
                 await self._http(request, scope, send)
             else:
                 await self.app(scope, request.receive, send)
         finally:
             current.reset(token)
+            live.discard(request)
             request.end()
 
     async def _http(self, request: Request, scope: Scope, send: Send) -> None:
@@ -191,11 +198,12 @@ class RequestMiddleware:
             await _respond(problem, request.path, scope, send)
             return
         replaced = False
-        hold = request.hold = stream_hold.hold_for(request.path, request.method, send)
+        send = request.cut.noting(send)
+        hold = request.hold = stream_hold.hold_for(request, send)
 
         async def send_or_replace(message: Message) -> None:
             nonlocal replaced
-            if replaced:
+            if replaced or request.cut.refusal is not None:
                 return
             refusal = request.refusal
             if hold is not None and hold.began:
@@ -217,11 +225,13 @@ class RequestMiddleware:
                 _expose(scope, message)
             await send(message)
 
-        answer = self.app(scope, request.receive, send_or_replace)
+        answer = request.cut.run(self.app(scope, request.receive, send_or_replace))
         if hold is None:
             await answer
         else:
-            await hold.run(answer, lambda: request.refusal)
+            await hold.run(answer, lambda: request.cut.refusal or request.refusal)
+        if request.cut.refusal is not None:
+            await _end(request, request.cut.refusal, scope, send)
 
 
 def _tell_wait(request: Request, scope: Scope, message: Message) -> None:
@@ -241,6 +251,14 @@ def _expose(scope: Scope, message: Message) -> None:
     if names.isdisjoint(_FOR_SCRIPTS) or b"origin" not in dict(scope.get("headers", ())):
         return
     message["headers"] = [*message["headers"], _EXPOSE]
+
+
+async def _end(request: Request, refusal: Refusal, scope: Scope, send: Send) -> None:
+    """Make the answer of a request whole that was ended from outside."""
+    if not request.cut.begun:
+        await _respond(refusal, request.path, scope, send)
+    elif not request.cut.whole:
+        await send({"type": "http.response.body", "body": request.cut.rest()})
 
 
 async def _respond(refusal: Refusal, path: str, scope: Scope, send: Send) -> None:

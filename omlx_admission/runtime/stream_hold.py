@@ -20,23 +20,19 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omlx_admission.runtime import error_event
+from omlx_admission.runtime.cut import PROTOCOLS, Cut
 from omlx_admission.runtime.refusal import Refusal
+
+if TYPE_CHECKING:
+    from omlx_admission.runtime.request import Request
 
 logger = logging.getLogger("omlx.admission")
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
-
-#: Routes that stream, and oMLX's name of each one's protocol.
-PROTOCOLS = {
-    "/v1/chat/completions": "openai_chat",
-    "/v1/completions": "openai_completion",
-    "/v1/messages": "anthropic",
-    "/v1/responses": "openai_responses",
-}
 
 #: What oMLX's StreamingResponse sends on all of them, in its order.
 HEADERS = (
@@ -80,14 +76,14 @@ class Rule:
 rule: Rule | None = None
 
 
-def hold_for(path: str, method: str, send: Send) -> StreamHold | None:
+def hold_for(request: Request, send: Send) -> StreamHold | None:
     """The hold of a request that may stream; None for all others."""
     if rule is None:
         return None
-    protocol = PROTOCOLS.get(path)
-    if protocol is None or method != "POST":
+    protocol = PROTOCOLS.get(request.path)
+    if protocol is None or request.method != "POST":
         return None
-    return StreamHold(rule, protocol, send)
+    return StreamHold(rule, protocol, send, request.cut)
 
 
 class StreamHold:
@@ -97,11 +93,12 @@ class StreamHold:
         began: the head is out or on its way; the answer goes through :meth:`forward`.
     """
 
-    def __init__(self, rule: Rule, protocol: str, send: Send) -> None:
+    def __init__(self, rule: Rule, protocol: str, send: Send, cut: Cut) -> None:
         self.began = False
         self._rule = rule
         self._protocol = protocol
         self._send = send
+        self._cut = cut
         self._streams = False
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -245,7 +242,9 @@ class StreamHold:
         if refusal is not None:
             status, error = refusal.status, json.loads(refusal.body("/v1/"))["error"]
         error = {"message": "", "type": "server_error", "param": None, "code": None, **error}
-        events = error_event.frames(self._protocol, status, error, self._model)
+        events = error_event.frames(
+            self._protocol, status, error, self._model, self._cut.events()
+        )
         await self._send(_part(events, more=False))
 
     async def _stop(self) -> None:

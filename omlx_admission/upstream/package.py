@@ -41,8 +41,9 @@ MODULES = {
 
 REQUEST = Recipe(
     "runtime.request",
-    # What our own observer asks for, and the keep-alives of streams that wait.
-    drop=("Request.id", "_ID_HEADER", "_ID", "_numbers"),
+    # What our own observer asks for, the keep-alives of streams that wait, and the end
+    # of an answer by an unload.
+    drop=("Request.id", "_ID_HEADER", "_ID", "_numbers", "live", "_end"),
     rewrite={
         'self._headers = scope.get("headers", ())': None,
         "self._id: str | None = None": None,
@@ -51,9 +52,16 @@ REQUEST = Recipe(
         "self.task: asyncio.Task[Any] | None = None": None,
         "request.task = asyncio.current_task()": None,
         "self.hold: stream_hold.StreamHold | None = None": None,
-        "hold = request.hold = stream_hold.hold_for(request.path, request.method, send)": None,
+        "self.cut = Cut(self.path)": None,
+        "send = request.cut.noting(send)": None,
+        "hold = request.hold = stream_hold.hold_for(request, send)": None,
+        "live.add(request)": None,
+        "live.discard(request)": None,
+        "if replaced or request.cut.refusal is not None: return": "if replaced: return",
         "if hold is not None and hold.began: await hold.forward(message, refusal) return": None,
-        "answer = self.app(scope, request.receive, send_or_replace)": None,
+        "answer = request.cut.run(self.app(scope, request.receive, send_or_replace))": None,
+        "if request.cut.refusal is not None: "
+        "await _end(request, request.cut.refusal, scope, send)": None,
         # One `if` where our hold stood between two.
         """
         if message["type"] == "http.response.start":
@@ -72,7 +80,7 @@ REQUEST = Recipe(
         if hold is None:
             await answer
         else:
-            await hold.run(answer, lambda: request.refusal)
+            await hold.run(answer, lambda: request.cut.refusal or request.refusal)
         """: "await self.app(scope, request.receive, send_or_replace)",
     },
     text={

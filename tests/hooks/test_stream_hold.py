@@ -17,6 +17,7 @@ from omlx_admission.hooks import gate, install, stream_hold
 from omlx_admission.hooks.install import State
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime import stream_hold as runtime
+from omlx_admission.runtime.cut import Cut
 from omlx_admission.settings import Settings
 
 ALL = ("openai_chat", "openai_completion", "anthropic", "openai_responses")
@@ -95,7 +96,7 @@ def test_the_id_of_a_chunk_is_found_and_replaced(server: Any) -> None:
     async def send(message: Any) -> None: ...
 
     rule = runtime.Rule(1.0, lambda protocol: found)
-    hold = runtime.StreamHold(rule, "openai_chat", send)
+    hold = runtime.StreamHold(rule, "openai_chat", send, Cut("/v1/chat/completions"))
     own = hold._with_own_id(found).frame.decode()
     response_id = own.partition('"id":"')[2].partition('"')[0]
     assert response_id != "chatcmpl-keepalive"

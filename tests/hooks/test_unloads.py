@@ -13,6 +13,7 @@ from omlx_admission.hooks import faults, unloads
 from omlx_admission.hooks.pool_port import admission_refused
 from omlx_admission.hooks.pool_state import state_of
 from omlx_admission.runtime import leave
+from omlx_admission.runtime import request as requests
 
 from .by_hand import ByHand, unload
 from .conftest import House, run, settle, until
@@ -333,11 +334,101 @@ def test_now_ends_what_runs_with_an_error_before_the_teardown(make_house: Make) 
     run(test)
 
 
+def test_now_ends_the_requests_that_hold_the_model_and_no_others(make_house: Make) -> None:
+    """Each gives its lease back on its own way out, whatever its engine knows of it."""
+
+    async def test() -> None:
+        house = make_house()
+        engine = await house.get("a")
+        await house.release("a")
+        clients = {name: Client(house, name) for name in ("a", "d", "released")}
+        for client in clients.values():
+            await client.holds.wait()
+        assert house.entry("a").in_use == 1
+        by_hand = unload(house.pool, query="mode=now")
+        assert await by_hand.task == "unloaded"
+        await clients["a"].task
+        assert clients["a"].sent[0]["status"] == 503
+        assert b'"model_unloading"' in clients["a"].sent[1]["body"]
+        engine.stop.assert_awaited_once()
+        for name in ("d", "released"):
+            assert not clients[name].task.done()
+            clients[name].go_on.set()
+            await clients[name].task
+            assert clients[name].sent[0]["status"] == 200
+        house.assert_idle()
+
+    run(test)
+
+
+class Client:
+    """A request that is handed a model, and answers when it is told to."""
+
+    def __init__(self, house: House, name: str) -> None:
+        self.holds, self.go_on = asyncio.Event(), asyncio.Event()
+        self.sent: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            model = "a" if name == "released" else name
+            await house.get(model)
+            if name == "released":
+                await house.release(model)
+            self.holds.set()
+            try:
+                await self.go_on.wait()
+            finally:
+                if name != "released":
+                    await house.release(model)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+        async def send(message: Any) -> None:
+            self.sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/messages", "headers": []}
+        middleware = requests.RequestMiddleware(app)
+        work = middleware(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        self.task = asyncio.get_running_loop().create_task(work)
+
+
+def test_c9_now_does_not_wait_for_a_lease_under_which_nothing_runs(
+    make_house: Make, mocker: Any
+) -> None:
+    """Its client has stopped reading."""
+
+    async def test() -> None:
+        mocker.patch.object(unloads, "_CUT_S", 1000.0)
+        house = make_house()
+        engine = await house.get("a")
+        assert await unload(house.pool, query="mode=now").task == "unloaded"
+        engine.abort_all_requests.assert_awaited_once()
+        assert house.resident() == set()
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_p6_an_abort_without_a_signature_is_called_all_the_same(
+    make_house: Make, mocker: Any
+) -> None:
+    async def test() -> None:
+        house = make_house()
+        engine = await house.get("a")
+        mocker.patch("inspect.signature", side_effect=TypeError)
+        await unload(house.pool, query="mode=now").task
+        engine.abort_all_requests.assert_awaited_once_with()
+        await house.release("a")
+
+    run(test)
+
+
 def test_now_tears_down_what_does_not_end(make_house: Make, mocker: Any) -> None:
     async def test() -> None:
         mocker.patch.object(unloads, "_CUT_S", 0.05)
         house = make_house()
         engine = await house.get("a")
+        engine.has_active_requests.return_value = True
         assert await unload(house.pool, query="mode=now").task == "unloaded"
         engine.abort_all_requests.assert_awaited_once()
         assert house.resident() == set()

@@ -16,6 +16,7 @@ from omlx_admission.surfaces.demo.client import LOCAL, Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 
 from .conftest import SIZES, Omlx
+from .streams import ROUTES
 from .test_main_job import LONG
 
 
@@ -173,27 +174,95 @@ def test_b52_b60_an_unload_drains_and_all_who_ask_share_it(server: Server, log: 
     assert "drain, now, if-idle" in wrong.json()["error"]["message"]
 
 
-def test_b52_now_ends_the_stream_with_an_error_and_its_terminator(
-    server: Server, log: Log
+class Cut:
+    """An answer that is read until something of it is there, and then to its end."""
+
+    def __init__(self, server: Server, route: str, stream: bool) -> None:
+        self.route, self.stream = route, stream
+        self.status, self.text = 0, ""
+        self.begun = asyncio.Event()
+        self._url = server.url + route
+        limit = "max_output_tokens" if route == "/v1/responses" else "max_tokens"
+        self._body = {**ROUTES[route], "model": "a", "stream": stream, limit: 50 * LONG}
+
+    async def read(self) -> Cut:
+        async with (
+            httpx.AsyncClient(timeout=60, **LOCAL) as http,
+            http.stream("POST", self._url, json=self._body) as response,
+        ):
+            self.status = response.status_code
+            async for text in response.aiter_text():
+                self.text += text
+                # Of a plain answer the first thing is a blank.
+                if not self.stream or re.search(
+                    r"\"(content|text|delta)\": ?\"[^\"]", self.text
+                ):
+                    self.begun.set()
+        return self
+
+    @property
+    def events(self) -> list[tuple[str, Any]]:
+        """Name and data of each event."""
+        found = re.findall(r"(?:event: (\S+)\n)?data: (.+)\n\n", self.text)
+        return [(name, d if d == "[DONE]" else json.loads(d)) for name, d in found]
+
+    def assert_is_an_error(self) -> None:
+        """Whole, in the shape of its route."""
+        assert self.status == 200
+        if not self.stream:
+            content = json.loads(self.text)
+            error = content["error"]
+            assert (content.get("type") == "error") == (self.route == "/v1/messages")
+        elif self.route == "/v1/messages":
+            name, content = self.events[-1]
+            error = content["error"]
+            assert (name, content["type"]) == ("error", "error")
+            assert "message_stop" not in self.text
+            assert "end_turn" not in self.text
+        elif self.route == "/v1/responses":
+            *before, (name, content), (last, failed) = self.events
+            error = content["error"]
+            assert (name, last) == ("error", "response.failed")
+            created = next(data for n, data in before if n == "response.created")
+            assert failed["response"]["id"] == created["response"]["id"]
+            assert failed["response"]["status"] == "failed"
+            numbers = [data["sequence_number"] for _, data in self.events]
+            assert numbers == sorted(set(numbers))
+        else:
+            (_, content), (_, done) = self.events[-2:]
+            error = content["error"]
+            assert done == "[DONE]"
+        assert "[Error" not in self.text
+        assert error["code"] == "model_unloading"
+        assert "unloaded by hand" in error["message"]
+
+
+@pytest.mark.parametrize("door", ["/v1/models/a/unload", "/admin/api/models/a/unload"])
+def test_c20_c21_now_ends_every_answer_with_an_error_of_its_route(
+    server: Server, log: Log, door: str
 ) -> None:
     client = Client(server.url)
+    cuts = [Cut(server, route, stream) for route in ROUTES for stream in (False, True)]
 
-    async def scenario() -> tuple[Answer, httpx.Response | None, Answer]:
+    async def scenario() -> tuple[httpx.Response | None, Answer]:
         await client.chat("a")
-        stream, unload = await asyncio.gather(
-            client.chat("a", tokens=8 * LONG, stream=True),
-            call(server, "POST", PUBLIC + "?mode=now", delay=0.5),
-        )
-        return stream, unload, await client.chat("a")
+        async with asyncio.TaskGroup() as group:
+            for cut in cuts:
+                group.create_task(cut.read())
+            for cut in cuts:
+                await cut.begun.wait()
+            unload = await call(server, "POST", f"{door}?mode=now")
+            late = await client.chat("a")
+        return unload, late
 
-    stream, unload, after = asyncio.run(scenario())
+    unload, late = asyncio.run(scenario())
     assert unload is not None
-    assert unload.status_code == 200, unload.text
-    assert stream.error is None
-    assert '"error"' in stream.body or "[Error" in stream.body
-    assert "[DONE]" in stream.body
-    assert after.ok, after
+    assert (unload.status_code, unload.json()["status"]) == (200, "ok")
+    assert late.ok, late
+    for cut in cuts:
+        cut.assert_is_an_error()
     assert log.loads == ["a", "a"]
+    assert "Traceback" not in log.text
 
 
 @pytest.mark.usefixtures("real")
