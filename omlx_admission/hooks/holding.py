@@ -67,6 +67,7 @@ class Holding:
         engine: a weak reference; an engine that the pool lets go must not live on here.
         leased: leases that the route took and has not released yet.
         kept: leases that we keep for it.
+        lapsed: leases that the route took on an engine that the model has no more.
     """
 
     engine: Callable[[], Any]
@@ -74,15 +75,23 @@ class Holding:
     settings: object | None
     leased: int = 0
     kept: list[Kept] = field(default_factory=list)
+    lapsed: int = 0
+
+
+def no_engine() -> None:
+    """The engine of a lease that does not count any more."""
 
 
 def note(
     engine: Any, model_id: str, lease: bool, force_lm: bool, settings: object | None
-) -> None:
-    """Remember what the current request was handed, and whether it leased it itself."""
+) -> bool:
+    """Remember what the current request was handed, and whether it leased it itself.
+
+    False where there is no request to remember it.
+    """
     request = requests.current.get()
     if request is None:
-        return
+        return False
     # Whatever was refused before, this is what the route goes on with.
     request.refusal = None
     holding = request.handed.get(model_id)
@@ -90,19 +99,33 @@ def note(
         try:
             reference: Callable[[], Any] = weakref.ref(engine)
         except TypeError:
-            return
-        left = holding.kept if holding is not None else []
-        holding = request.handed[model_id] = Holding(reference, force_lm, settings, kept=left)
+            return False
+        left, lapsed = [], 0
+        if holding is not None:
+            left, lapsed = holding.kept, holding.leased + holding.lapsed
+        holding = request.handed[model_id] = Holding(
+            reference, force_lm, settings, kept=left, lapsed=lapsed
+        )
     if lease:
         holding.leased += 1
+    return True
 
 
-def released(model_id: str) -> None:
-    """The current request released a lease that its route had taken."""
+def released(model_id: str) -> Callable[[], Any] | None:
+    """The current request released a lease that its route had taken.
+
+    Returns a reference to the engine that it was taken on, None where nothing is known.
+    """
     request = requests.current.get()
     holding = request.handed.get(model_id) if request is not None else None
-    if holding is not None and holding.leased > 0:
-        holding.leased -= 1
+    if holding is not None and holding.lapsed:
+        holding.lapsed -= 1
+        return no_engine
+    if holding is None or holding.leased <= 0:
+        return None
+    holding.leased -= 1
+    held: Callable[[], Any] = holding.engine
+    return held
 
 
 def keep(model_id: str, give_back: Callable[[], None]) -> None:

@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from omlx_admission.hooks import books, places, resident
 from omlx_admission.hooks import ceiling as ceilings
-from omlx_admission.hooks import places, resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.pool_state import (
     DRAIN_REASON,
@@ -287,11 +287,9 @@ class OmlxPool:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""
         return places.places(self._pool._entries[model].engine)
 
-    def give_back(self, model: str) -> None:
+    def give_back(self, model: str, engine: Any) -> None:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""
-        entry = self._pool._entries.get(model)
-        if entry is not None and entry.in_use > 0:
-            entry.in_use -= 1
+        books.give_back(self._pool, model, lambda: engine)
 
     def in_service(self, model: str, engine: Any) -> bool:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""

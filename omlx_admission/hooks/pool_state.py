@@ -48,9 +48,19 @@ class PoolState:
         leaving: models that drain for an unload that was asked for by hand.
         reloading: set at the end of a change of the model folders that goes on now;
             until then no load of ours begins.
+        unnamed: by model, leases on its engine that callers outside of requests took.
+        lapsed: by model, such leases whose engine is gone and that are not released yet.
     """
 
-    __slots__ = ("admission", "leaving", "reloading", "unloading", "verified")
+    __slots__ = (
+        "admission",
+        "lapsed",
+        "leaving",
+        "reloading",
+        "unloading",
+        "unnamed",
+        "verified",
+    )
 
     def __init__(self) -> None:
         self.unloading: dict[str, asyncio.Event] = {}
@@ -58,6 +68,8 @@ class PoolState:
         self.verified: dict[str, Verified] = {}
         self.leaving: dict[str, Leave] = {}
         self.reloading: asyncio.Event | None = None
+        self.unnamed: dict[str, int] = {}
+        self.lapsed: dict[str, int] = {}
 
     def changed(self) -> None:
         """Tell the queue, if there is one, that the pool changed."""

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from omlx_admission.hooks import (
+    books,
     errors,
     exceptions,
     faults,
@@ -161,7 +162,7 @@ class QueueHooks:
                 raise
         if ask is None:
             engine = await wrapped(*args, **kwargs)
-        holding.note(engine, model_id, lease, force_lm, runtime_settings)
+        books.note(pool, engine, model_id, lease, force_lm, runtime_settings)
         if not lease:
             if ask is None:
                 resident.keep_unleased(pool, model_id)
@@ -221,9 +222,10 @@ class QueueHooks:
     async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         """Only where the resident path is off: tell the queue after stock's release."""
         model_id = args[0] if args else kwargs["model_id"]
-        holding.released(model_id)
+        held = holding.released(model_id)
         try:
-            return await wrapped(*args, **kwargs)
+            if books.counts(pool, model_id, held):
+                return await wrapped(*args, **kwargs)
         finally:
             admission = state_of(pool).admission
             if admission is not None:
@@ -232,6 +234,7 @@ class QueueHooks:
     @staticmethod
     async def load(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         """Tell the queue when a load ends that it did not start itself."""
+        books.engine_gone(pool, args[0] if args else kwargs["model_id"])
         try:
             return await wrapped(*args, **kwargs)
         finally:
@@ -243,6 +246,7 @@ class QueueHooks:
         try:
             return await wrapped(*args, **kwargs)
         finally:
+            books.engine_gone(pool, args[0] if args else kwargs["model_id"])
             state_of(pool).changed()
 
     @staticmethod

@@ -11,9 +11,10 @@ import asyncio
 import copy
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from omlx_admission.hooks import faults, holding, places
+from omlx_admission.hooks import books, faults, holding, places
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState, Verified, marked_by_us, state_of
@@ -277,7 +278,7 @@ def hand_out(
     """Book the hand-out of a ready engine, in the step that found it ready."""
     entry = pool._entries[model_id]
     entry.last_access = time.time()
-    holding.note(entry.engine, model_id, lease, force_lm, settings)
+    books.note(pool, entry.engine, model_id, lease, force_lm, settings)
     if lease:
         entry.in_use += 1
     else:
@@ -296,16 +297,19 @@ def keep_unleased(pool: Any, model_id: str) -> None:
 
 def keep_lease(pool: Any, model_id: str) -> None:
     """Pass on a lease that was taken for a caller who had asked for none."""
-    holding.keep(model_id, lambda: give_back(pool, model_id))
+    held = books.reference(pool._entries[model_id].engine)
+    holding.keep(model_id, lambda: give_back(pool, model_id, held))
 
 
-def give_back(pool: Any, model_id: str) -> None:
-    """Give one lease back without waiting for anybody; tell who waits for it."""
+def give_back(pool: Any, model_id: str, held: Callable[[], Any] | None) -> None:
+    """Give one lease back without waiting for anybody; tell who waits for it.
+
+    ``held`` is what it was taken on, None where that is not known.
+    """
+    books.give_back(pool, model_id, held)
     entry = pool._entries.get(model_id)
     if entry is None:
         return
-    if entry.in_use > 0:
-        entry.in_use -= 1
     if entry.pending_unload_reason and not marked_by_us(entry):
         _unload_pending_soon(pool, model_id)
     state = state_of(pool)
@@ -360,7 +364,7 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     if state.admission is None:
         # Loaded by stock itself, the queue is off: no await lies between its hand-out
         # and here.
-        holding.note(engine, model_id, lease, force_lm, runtime_settings)
+        books.note(pool, engine, model_id, lease, force_lm, runtime_settings)
         if not lease:
             keep_unleased(pool, model_id)
     return engine
@@ -400,7 +404,7 @@ async def get_engine_past_teardown(wrapped: Any, pool: Any, args: Any, kwargs: A
         if model_id not in state.unloading:
             return engine
         if lease:
-            give_back(pool, model_id)
+            give_back(pool, model_id, books.reference(engine))
 
 
 async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
@@ -409,16 +413,18 @@ async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     Then stock's own release decides under the lock, as it always did.
     """
     model_id = args[0] if args else kwargs["model_id"]
-    holding.released(model_id)
+    held = holding.released(model_id)
     entry = pool._entries.get(model_id)
     if entry is not None and entry.pending_unload_reason and not marked_by_us(entry):
         try:
-            return await wrapped(*args, **kwargs)
+            if books.counts(pool, model_id, held):
+                return await wrapped(*args, **kwargs)
         finally:
             admission = state_of(pool).admission
             if admission is not None:
                 admission.released(model_id)
-    give_back(pool, model_id)
+        return None
+    give_back(pool, model_id, held)
     return None
 
 
@@ -436,17 +442,17 @@ async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         return await wrapped(*args, **kwargs)
     state.unloading[model_id] = asyncio.Event()
     return await to_its_end(
-        _tear_down(wrapped, state, model_id, args, kwargs), f"admission-unload:{model_id}"
+        _tear_down(wrapped, pool, model_id, args, kwargs), f"admission-unload:{model_id}"
     )
 
 
-async def _tear_down(
-    wrapped: Any, state: PoolState, model_id: str, args: Any, kwargs: Any
-) -> Any:
+async def _tear_down(wrapped: Any, pool: Any, model_id: str, args: Any, kwargs: Any) -> Any:
     """Run stock's teardown; a cancel half-way would leave a dead engine, or its bytes."""
     try:
         return await wrapped(*args, **kwargs)
     finally:
+        state = state_of(pool)
+        books.engine_gone(pool, model_id)
         state.unloading.pop(model_id).set()
         state.changed()
 

@@ -79,8 +79,8 @@ class _Pending:
     ask: Ask
     future: asyncio.Future[Any]
     request: requests.Request | None
-    #: Its lease is taken in the pool.
-    leased: bool = False
+    #: The engine on which its lease is taken in the pool.
+    leased: Any = None
     #: Ends the wait at the deadline, while it waits.
     timer: asyncio.TimerHandle | None = None
     #: It got more time once, after a standstill.
@@ -181,7 +181,7 @@ class Admission:
             if self.port.in_service(ask.target.model, engine):
                 return engine
             # An unlocked unload overtook the grant: this engine is dying (B08).
-            self._give_back(ask.target.model)
+            self._give_back(ask.target.model, engine)
 
     def released(self, model: str) -> None:
         """A lease of ``model`` was released: hand over if somebody waits for that."""
@@ -319,10 +319,10 @@ class Admission:
         except BaseException:
             if self.policy.leave(waiter, Outcome.CANCELLED, self.now()):
                 self.step()
-            elif pending.leased:
+            elif pending.leased is not None:
                 # Granted and cancelled in the same turn of the loop: the lease is
                 # ours, so it is ours to give back.
-                self._give_back(ask.target.model)
+                self._give_back(ask.target.model, pending.leased)
             raise
         finally:
             if pending.timer is not None:
@@ -426,8 +426,8 @@ class Admission:
             self._end(waiter, self._refused(refusal, pending.request))
             self._again = True
 
-    def _give_back(self, model: str) -> None:
-        self.port.give_back(model)
+    def _give_back(self, model: str, engine: Any) -> None:
+        self.port.give_back(model, engine)
         self.released(model)
 
     # -- carrying decisions out ---------------------------------------------
@@ -518,7 +518,7 @@ class Admission:
             self._fail_all(waiters, error)
             return
         for waiter in waiters:
-            _pending(waiter).leased = True
+            _pending(waiter).leased = engine
         self._wake(list(waiters), engine, 0)
 
     def _wake(self, waiters: list[Waiter], engine: Any, start: int) -> None:

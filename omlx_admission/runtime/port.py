@@ -42,8 +42,8 @@ class PoolPort(Protocol):
     def places(self, model: str) -> int | None:
         """How many leases the resident ``model`` may hold while requests wait for it."""
 
-    def give_back(self, model: str) -> None:
-        """Give one lease back."""
+    def give_back(self, model: str, engine: Any) -> None:
+        """Give one lease on ``engine`` back; none, where the model has another by now."""
 
     def in_service(self, model: str, engine: Any) -> bool:
         """Whether ``engine`` is still the model's engine and not being torn down."""

@@ -111,7 +111,14 @@ class AdmissionRefused(exceptions.SchedulerQueueFullError):
         self.message = refusal.message
         self.details = {"code": refusal.code}
         self.current_depth = self.max_depth = 0
-'''
+''',
+        "OmlxPool.give_back": '''
+def give_back(self, model: str, engine: Any) -> None:
+    """See :class:`~.port.PoolPort`."""
+    entry = self._pool._entries.get(model)
+    if entry is not None and entry.engine is engine and entry.in_use > 0:
+        entry.in_use -= 1
+''',
     },
     imports="from .. import exceptions\n",
     text={

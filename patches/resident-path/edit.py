@@ -49,7 +49,7 @@ def _past_teardown() -> str:
             "wrapped(*args, **kwargs)": (
                 "self._get_engine_locked(model_id, force_lm, lease, runtime_settings)"
             ),
-            "give_back(pool, model_id)": (
+            "give_back(pool, model_id, books.reference(engine))": (
                 "await asyncio.shield(self._release_engine_lease(model_id))"
             ),
         },

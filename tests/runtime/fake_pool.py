@@ -108,7 +108,9 @@ class FakePool:
     def places(self, model: str) -> int | None:
         return self.models[model].places
 
-    def give_back(self, model: str) -> None:
+    def give_back(self, model: str, engine: Any) -> None:
+        if not self.in_service(model, engine):
+            return
         assert self.models[model].leases > 0, "a lease was given back twice"
         self.models[model].leases -= 1
 

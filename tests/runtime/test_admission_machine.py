@@ -140,7 +140,7 @@ class Queue(RuleBasedStateMachine):
     # -- on the loop, as oMLX calls them ------------------------------------
 
     def give_back(self, model: str) -> None:
-        self.pool.give_back(model)
+        self.pool.give_back(model, self.pool.models[model].engine)
         self.loop.call_soon(self.admission.released, model)
 
     def changed(self) -> None:
