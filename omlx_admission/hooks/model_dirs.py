@@ -1,12 +1,18 @@
 """A change of the model folders: nothing is cut, and no engine is left behind.
 
 Stock unloads one model after another and then drops all entries: an engine that was
-loaded in between, or that an unload has spared, would hold its memory for good (B19).
+loaded in between, or that an unload has spared, would hold its memory for good, and a
+load in progress would be forgotten with its bytes (B19, P3, P4). Here changes take
+turns, each has the pool's lock, behind which stock loads, and what lives all the same
+keeps its entry.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,43 +22,70 @@ from omlx_admission.hooks.pool_state import PoolState, state_of
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.leave import Leave
 
+logger = logging.getLogger("omlx.admission")
+
+#: Seconds that a change whose budget is spent still waits for the pool's lock.
+_LOCK_S = 1.0
+
 
 async def change_model_dirs(wrapped: Any, _module: Any, args: Any, kwargs: Any) -> Any:
     """Unload everything, and load nothing until stock has forgotten its old entries."""
+    pool: Any = None
     state: PoolState | None = None
     try:
         pool = _admin_pool()
         admission = None if pool is None else state_of(pool).admission
-        if pool is not None and admission is not None and not admission.broken:
+        if admission is not None and not admission.broken:
             state = state_of(pool)
     except Exception as error:  # noqa: BLE001 - stock does it in its own way
         faults.note("the change of model folders", error)
-    if state is None or state.reloading is not None:
+    if state is None:
         return await wrapped(*args, **kwargs)
-    state.reloading = asyncio.Event()
+    while (earlier := state.reloading) is not None:
+        await earlier.wait()
+    over = state.reloading = asyncio.Event()
     token = unloads.must_happen_now.set(True)
     try:
-        try:
-            await _clear(pool, state)
-        except Exception as error:  # noqa: BLE001 - stock does it in its own way
-            faults.note("the change of model folders", error)
-        return await wrapped(*args, **kwargs)
+        async with _cleared(pool, state):
+            before = dict(pool._entries)
+            try:
+                return await wrapped(*args, **kwargs)
+            finally:
+                # In the step in which stock dropped them.
+                _keep_what_lives(pool, before)
     finally:
         unloads.must_happen_now.reset(token)
-        state.reloading.set()
         state.reloading = None
+        over.set()
         state.changed()
 
 
-async def _clear(pool: Any, state: PoolState) -> None:
+@contextlib.asynccontextmanager
+async def _cleared(pool: Any, state: PoolState) -> AsyncIterator[None]:
+    """Nothing is in use or on its way, as far as the budget allows; the lock is ours."""
+    locked = False
+    try:
+        assert state.admission is not None
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + state.admission.budget(requests.current.get())
+        await _clear(pool, deadline)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(max(deadline, loop.time() + _LOCK_S)):
+                locked = await pool._lock.acquire()
+    except Exception as error:  # noqa: BLE001 - stock does it in its own way
+        faults.note("the change of model folders", error)
+    try:
+        yield
+    finally:
+        if locked:
+            pool._lock.release()
+
+
+async def _clear(pool: Any, deadline: float) -> None:
     """Let loads end, then unload side by side what is in use, each when it is at rest.
 
     What is idle serves on until stock unloads it: that takes no time.
     """
-    assert state.admission is not None
-    request = requests.current.get()
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + state.admission.budget(request)
     await Leave(None).wait(
         lambda: not any(e.is_loading for e in pool._entries.values()), deadline, None
     )
@@ -66,6 +99,25 @@ async def _clear(pool: Any, state: PoolState) -> None:
     for result in results:
         if isinstance(result, BaseException):
             raise result
+
+
+def _keep_what_lives(pool: Any, before: Mapping[str, Any]) -> None:
+    """Put back the entries of models that load or are loaded, with their bytes."""
+    try:
+        for model, entry in before.items():
+            found = pool._entries.get(model)
+            if found is entry or not (entry.is_loading or entry.engine is not None):
+                continue
+            if found is not None:
+                entry.is_pinned = found.is_pinned
+            pool._entries[model] = entry
+            # A load counts its bytes in the step that sets the engine.
+            if entry.engine is not None:
+                size = getattr(pool, "_entry_resident_size", None)
+                pool._current_model_memory += size(entry) if size else entry.estimated_size
+            logger.info("admission: '%s' outlives the change of model folders", model)
+    except Exception as error:  # noqa: BLE001 - stock has changed them
+        faults.note("what outlives a change of model folders", error)
 
 
 def _admin_pool() -> Any:

@@ -57,6 +57,7 @@ NEEDS = (
     *requests_hook.NEEDS,
     resident.UNLOAD,
     resident.ENTRIES,
+    resident.LOCK,
     resident.ENFORCER,
     Need(POOL, "EnginePool.get_entry", Kind.SYNC, ("model_id",)),
     Need(

@@ -1,0 +1,180 @@
+"""Changes of the model folders: no engine outside of the books, no load forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omlx_admission.hooks import model_dirs, unloads
+from omlx_admission.hooks.pool_state import state_of
+
+from .by_hand import ByHand
+from .conftest import SIZES, House, run, settle, until
+
+Make = Callable[..., House]
+Reload = Callable[..., ByHand]
+
+
+@pytest.fixture
+def house(make_house: Make, mocker: Any, models: Path) -> House:
+    """A pool that the admin's routes know as the server's."""
+    import omlx.admin.routes as routes
+    import omlx.server as server
+
+    house = make_house()
+    manager = mocker.MagicMock()
+    manager.get_pinned_model_ids.return_value = []
+    for name, value in (("engine_pool", house.pool), ("settings_manager", manager)):
+        mocker.patch.object(server._server_state, name, value)
+    mocker.patch.object(routes, "_get_engine_pool", lambda: house.pool)
+    mocker.patch.object(routes, "_get_settings_manager", lambda: manager, create=True)
+    mocker.patch.object(house.pool, "apply_settings_overrides")
+    return house
+
+
+@pytest.fixture
+def reload(house: House, models: Path) -> Reload:
+    """Ask for a change of the model folders, as the route does it."""
+    import omlx.admin.routes as routes
+
+    stock = routes._apply_model_dirs_runtime
+
+    def ask(**request: Any) -> ByHand:
+        return ByHand(
+            lambda: model_dirs.change_model_dirs(stock, routes, ([str(models)],), {}),
+            path="/admin/api/reload",
+            **request,
+        )
+
+    return ask
+
+
+def books_are_right(house: House) -> None:
+    """What the pool counts is what its entries hold."""
+    for name, size in SIZES.items():
+        if house.entry(name).engine is None:
+            house.entry(name).estimated_size = size
+    counted = sum(house.entry(m).estimated_size for m in house.resident())
+    assert house.pool._current_model_memory == counted
+
+
+def test_p3_a_second_change_waits_for_the_first_and_then_does_its_own(
+    house: House, reload: Reload
+) -> None:
+    """It must not drop the entry of a model for whose end the first one waits."""
+
+    async def test() -> None:
+        engine = await house.get("d")
+        first = reload()
+        await settle()
+        second = reload(max_wait="0.05")
+        await asyncio.sleep(0.2)
+        assert not first.task.done()
+        assert not second.task.done()
+        assert house.entry("d").engine is engine
+        await house.release("d")
+        assert (await first.task)[0] is True
+        assert (await second.task)[0] is True
+        engine.stop.assert_awaited_once()
+        assert house.resident() == set()
+        books_are_right(house)
+        assert state_of(house.pool).reloading is None
+        await house.get("d")
+        await house.release("d")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_p3_both_at_once_end_what_does_not_end_by_itself(
+    house: House, reload: Reload, mocker: Any
+) -> None:
+    async def test() -> None:
+        mocker.patch.object(unloads, "_LEAVE_S", 0.02)
+        engine = await house.get("d")
+        changes = [reload(max_wait="0.05") for _ in range(3)]
+        for change in changes:
+            assert (await change.task)[0] is True
+        engine.stop.assert_awaited_once()
+        assert house.resident() == set()
+        books_are_right(house)
+        assert not house.pool._lock.locked()
+
+    run(test)
+
+
+def test_p4_a_load_in_progress_keeps_its_entry_and_its_bytes(
+    house: House, reload: Reload
+) -> None:
+    async def test() -> None:
+        house.hold_loads = True
+        for_a = house.ask("a")
+        await until(lambda: "load a" in house.events)
+        entry = house.entry("a")
+        change = reload(max_wait="0.05")
+        assert (await change.task)[0] is True
+        assert house.entry("a") is entry
+        assert entry.is_loading
+        view = house.admission.port.view((), 0)
+        assert view.models["a"].loading
+        await house.let_load("a")
+        engine = await for_a
+        assert entry.engine is engine
+        assert house.resident() == {"a"}
+        books_are_right(house)
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_p4_a_load_that_evicts_is_waited_for(house: House, reload: Reload) -> None:
+    """It has dropped one engine and has none of its own: stock's entries say nothing."""
+
+    async def test() -> None:
+        await house.get("b")
+        await house.release("b")
+        house.hold_unloads = True
+        for_a = house.ask("a")
+        await until(lambda: "unload b" in house.events)
+        change = reload()
+        await settle()
+        house.hold_unloads = False
+        await house.let_unload("b")
+        engine = await for_a
+        assert not change.task.done()
+        assert house.entry("a").engine is engine
+        await house.release("a")
+        assert (await change.task)[0] is True
+        engine.stop.assert_awaited_once()
+        assert house.resident() == set()
+        books_are_right(house)
+        house.assert_idle()
+
+    run(test)
+
+
+def test_an_engine_that_an_unload_has_spared_stays_in_the_books(
+    house: House, reload: Reload, mocker: Any
+) -> None:
+    """Stock logs an unload that fails, and goes on."""
+
+    async def test() -> None:
+        engine = await house.get("d")
+        await house.release("d")
+        house.entry("d").estimated_size = SIZES["d"]
+
+        async def fails(*_: Any) -> None:
+            raise RuntimeError("still there")
+
+        mocker.patch.object(house.pool, "_unload_engine", fails)
+        assert (await reload().task)[0] is True
+        assert house.entry("d").engine is engine
+        assert house.resident() == {"d"}
+        books_are_right(house)
+
+    run(test)
