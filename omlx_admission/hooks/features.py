@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omlx_admission.hooks import (
+    dead,
     errors,
     gpu_engine,
     gpu_jobs,
@@ -113,6 +114,14 @@ FEATURES: tuple[Feature, ...] = (
         off_loop.NEEDS,
         off_loop.NATIVE,
         stands_on=("resident",),
+    ),
+    Feature(
+        "dead_engines",
+        "OMLX_ADMISSION",
+        "enabled",
+        "an engine whose loop has ended tells its requests, goes, and is loaded anew",
+        dead.NEEDS,
+        stands_on=("resident", "queue"),
     ),
     Feature(
         "load_thread",
@@ -223,6 +232,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("gpu_setting", gpu_setting.MODULE, lambda m, ledger, _w: gpu_setting.apply(m, ledger)),
     *off_loop.parts(Part),
+    Part("dead_engines", dead.CORE, lambda m, ledger, _w: dead.apply(m, ledger)),
     *load_thread.parts(Part),
     *gpu_turn.parts(Part),
     *gpu_watch.parts(Part),

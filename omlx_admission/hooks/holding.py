@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omlx_admission.hooks import faults
+from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.runtime import request as requests
@@ -175,6 +176,8 @@ def held_engine(
     if holding is None or not (holding.leased or holding.kept) or unloading:
         return None
     if entry is None or entry.engine is None or entry.is_loading or entry.in_use <= 0:
+        return None
+    if not lives(entry.engine):
         return None
     same = holding.force_lm == force_lm and holding.settings == settings
     return entry.engine if same and holding.engine() is entry.engine else None

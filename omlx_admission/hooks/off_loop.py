@@ -19,7 +19,7 @@ import types
 from collections.abc import Coroutine, Generator
 from typing import Any
 
-from omlx_admission.hooks import faults, gpu_engine, resident
+from omlx_admission.hooks import engines, faults, gpu_engine, resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.runtime.to_its_end import to_its_end
@@ -157,13 +157,20 @@ def _rest(coroutine: Coroutine[Any, Any, Any], first: Any) -> Generator[Any, Any
 
 
 async def start(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-    """An engine that is being stopped starts again after that, as it does in stock.
+    """An engine that is being stopped starts again after that, unless the pool let it go.
+
+    Stock lets whoever still holds it load its weights once more, in nobody's books.
 
     A start that fails, or is cancelled, after it has made the core leaves no loop behind:
     it would keep the model in memory, and nobody could stop it.
+
+    Raises:
+        EngineClosing: the pool has unloaded the model.
     """
     while (stopping := vars(engine).get(_ATTRIBUTE)) is not None:
         await asyncio.wait({stopping})
+    if engines.has_gone(engine):
+        raise EngineClosing("the model was unloaded meanwhile")
     try:
         return await wrapped(*args, **kwargs)
     except BaseException:
@@ -173,12 +180,12 @@ async def start(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 
 
 async def add_request(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
-    """Nothing is queued at a core whose teardown has begun: nobody would run it.
+    """Nothing is queued at a core that ends or has ended: nobody would run it.
 
     Raises:
-        EngineClosing: it has begun. In stock the caller finds no core at all.
+        EngineClosing: it does. In stock the caller finds no core at all, or waits for ever.
     """
-    if vars(core).get(_ATTRIBUTE):
+    if vars(core).get(_ATTRIBUTE) or not engines.runs(core):
         raise EngineClosing(f"model '{gpu_engine.name_of(core)}' was unloaded meanwhile")
     return await wrapped(*args, **kwargs)
 

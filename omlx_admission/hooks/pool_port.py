@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from omlx_admission.hooks import books, places, resident
+from omlx_admission.hooks import books, dead, places, resident
 from omlx_admission.hooks import ceiling as ceilings
+from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.pool_state import (
     DRAIN_REASON,
@@ -243,7 +244,7 @@ class OmlxPool:
             return False
         entry = self._pool._entries[model]
         works = getattr(self._pool, "_entry_has_scheduler_work", None)
-        return works is None or not works(entry) or _loop_has_died(entry.engine)
+        return works is None or not works(entry) or not lives(entry.engine)
 
     def _is_ready(self, target: Target) -> bool:
         entry = self._pool._entries.get(target.model)
@@ -251,6 +252,7 @@ class OmlxPool:
             entry is None
             or entry.engine is None
             or entry.is_loading
+            or not lives(entry.engine)
             or target.model in unloading_models(self._pool)
             or (entry.pending_unload_reason and not drains_for_us(entry))
         ):
@@ -297,6 +299,7 @@ class OmlxPool:
         return (
             entry is not None
             and entry.engine is engine
+            and lives(engine)
             and model not in unloading_models(self._pool)
         )
 
@@ -329,6 +332,7 @@ class OmlxPool:
         await self._make_places(ask, victims, max_models)
         engine = await self._stock_get_engine(**ask.arguments)
         if not self.in_service(model, engine):
+            dead.bury(self._pool, model)
             raise self._errors.ModelLoadingError(model, f"Model '{model}' is being unloaded")
         self._loaded_for[model] = (weakref.ref(engine), ask.target)
 
@@ -405,10 +409,15 @@ class OmlxPool:
 
 
 def is_busy(entry: Any) -> bool:
-    """Whether a model is leased, or its engine works for somebody who took no lease."""
+    """Whether a model is leased, or its engine works for somebody who took no lease.
+
+    A dead engine will finish nothing, whoever holds a lease of it.
+    """
+    engine = entry.engine
+    if engine is not None and not lives(engine):
+        return False
     if entry.in_use > 0:
         return True
-    engine = entry.engine
     if engine is None:
         return False
     try:
@@ -416,18 +425,7 @@ def is_busy(entry: Any) -> bool:
         active = engine.has_active_requests() is True
     except Exception:  # noqa: BLE001 - a check that cannot answer must not pin memory
         return False
-    return active and not _loop_has_died(engine)
-
-
-def _loop_has_died(engine: Any) -> bool:
-    """Whether a text engine's step loop has ended though it still holds requests.
-
-    Nobody will ever finish those; such an engine must not count as busy.
-    """
-    core = getattr(getattr(engine, "_engine", None), "engine", None)
-    task = getattr(core, "_task", None)
-    done = getattr(task, "done", None)
-    return bool(callable(done) and done() is True)
+    return active
 
 
 def _exceptions() -> Any:

@@ -46,6 +46,8 @@ class PoolState:
         admission: the queue, None until the first request needs it.
         verified: what was found out about a loaded engine, for the hot path.
         leaving: models that drain for an unload that was asked for by hand.
+        dead: engines that died and are being removed, by model: since when, by
+            ``time.monotonic``.
         reloading: set at the end of a change of the model folders that goes on now;
             until then no load of ours begins.
         unnamed: by model, leases on its engine that callers outside of requests took.
@@ -54,6 +56,7 @@ class PoolState:
 
     __slots__ = (
         "admission",
+        "dead",
         "lapsed",
         "leaving",
         "reloading",
@@ -67,6 +70,7 @@ class PoolState:
         self.admission: Admission | None = None
         self.verified: dict[str, Verified] = {}
         self.leaving: dict[str, Leave] = {}
+        self.dead: dict[str, float] = {}
         self.reloading: asyncio.Event | None = None
         self.unnamed: dict[str, int] = {}
         self.lapsed: dict[str, int] = {}
@@ -83,7 +87,12 @@ def state_of(pool: Any) -> PoolState:
     if state is None:
         state = PoolState()
         setattr(pool, _ATTRIBUTE, state)
+        pools.add(pool)
     return state
+
+
+#: Pools that have a state.
+pools: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def unloading_models(pool: Any) -> Collection[str]:
@@ -96,6 +105,7 @@ def unloading_models(pool: Any) -> Collection[str]:
 def forget(pool: Any) -> None:
     """Remove what was attached to ``pool``."""
     pool.__dict__.pop(_ATTRIBUTE, None)
+    pools.discard(pool)
 
 
 def drains_for_us(entry: Any) -> bool:

@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from omlx_admission.hooks import books, faults, holding, places
+from omlx_admission.hooks import books, dead, engines, faults, holding, places
+from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState, Verified, marked_by_us, state_of
@@ -140,6 +141,7 @@ NEEDS = (
     *RELEASE,
     UNLOAD_PENDING,
     *holding.NEEDS,
+    *engines.NEEDS,
     *SERVED,
     *ENTRY,
 )
@@ -177,8 +179,8 @@ def ready_engine(
 ) -> Any:
     """The engine that stock ``get_engine`` would return at once, or None.
 
-    The conditions are stock's own, plus the two marks that stock of 0.5.0 to
-    0.6.x lacks or ignores: a teardown in progress and a pending unload.
+    The conditions are stock's own, plus what stock of 0.5.0 to 0.6.x lacks or
+    ignores: a teardown in progress, a pending unload, an engine that is dead.
 
     Raises:
         ModelLoadingError: the engine is loaded but unusable, as stock says it.
@@ -192,6 +194,7 @@ def ready_engine(
         or entry.is_loading
         or entry.pending_unload_reason
         or model_id in state.unloading
+        or not lives(engine)
     ):
         return None
     if force_lm and is_vlm(engine):
@@ -229,6 +232,7 @@ def verified_engine(pool: Any, state: PoolState, model_id: str) -> Any:
         or entry.pending_unload_reason
         or entry.runtime_settings_signature is not seen.signature
         or model_id in state.unloading
+        or not lives(engine)
     ):
         return None
     manager = pool._settings_manager
@@ -360,6 +364,7 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     if engine is not None:
         hand_out(pool, model_id, lease, force_lm, runtime_settings)
         return engine
+    dead.bury(pool, model_id)
     engine = await wrapped(*args, **kwargs)
     if state.admission is None:
         # Loaded by stock itself, the queue is off: no await lies between its hand-out
@@ -390,7 +395,7 @@ def arguments(
 
 
 async def get_engine_past_teardown(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
-    """Keep stock from handing out an engine whose teardown has begun (B08).
+    """Keep stock from handing out an engine whose teardown has begun (B08), or a dead one.
 
     Stock looks at the engine only after it got the lock; an unload that takes
     no lock may have begun by then.
@@ -400,8 +405,12 @@ async def get_engine_past_teardown(wrapped: Any, pool: Any, args: Any, kwargs: A
     while True:
         while (teardown := state.unloading.get(model_id)) is not None:
             await teardown.wait()
+        entry = pool._entries.get(model_id)
+        if entry is not None and entry.engine is not None and not lives(entry.engine):
+            await pool._unload_engine(model_id)
+            continue
         engine = await wrapped(*args, **kwargs)
-        if model_id not in state.unloading:
+        if model_id not in state.unloading and lives(engine):
             return engine
         if lease:
             give_back(pool, model_id, books.reference(engine))
@@ -442,15 +451,21 @@ async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         return await wrapped(*args, **kwargs)
     state.unloading[model_id] = asyncio.Event()
     return await to_its_end(
-        _tear_down(wrapped, pool, model_id, args, kwargs), f"admission-unload:{model_id}"
+        _tear_down(wrapped, pool, model_id, entry, args, kwargs),
+        f"admission-unload:{model_id}",
     )
 
 
-async def _tear_down(wrapped: Any, pool: Any, model_id: str, args: Any, kwargs: Any) -> Any:
+async def _tear_down(
+    wrapped: Any, pool: Any, model_id: str, entry: Any, args: Any, kwargs: Any
+) -> Any:
     """Run stock's teardown; a cancel half-way would leave a dead engine, or its bytes."""
+    engines.note_gone(entry.engine, True)
     try:
         return await wrapped(*args, **kwargs)
     finally:
+        if entry.engine is not None:
+            engines.note_gone(entry.engine, False)
         state = state_of(pool)
         books.engine_gone(pool, model_id)
         state.unloading.pop(model_id).set()

@@ -360,6 +360,11 @@ class Observer:
 
         return remove
 
+    def register_check(self, check: Check) -> Callable[[], None]:
+        """Ask ``check`` for problems too; returns what takes it out again."""
+        self._checks.append(check)
+        return lambda: self._checks.remove(check) if check in self._checks else None
+
     def sections(self) -> dict[str, Any]:
         """What was registered, each as it is now; None where it failed to say."""
         found: dict[str, Any] = {}
