@@ -18,12 +18,14 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from omlx_admission.hooks import faults
+from omlx_admission.hooks import faults, holding
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import pools, state_of
 from omlx_admission.runtime import observe
+from omlx_admission.runtime import request as requests
+from omlx_admission.runtime.refusal import Refusal
 
 logger = logging.getLogger("omlx.admission")
 
@@ -38,9 +40,6 @@ NEEDS = (
     Need(CORE, "AsyncEngineCore.engine", Kind.VALUE),
     Need("omlx.engine.batched", "BatchedEngine._engine", Kind.VALUE),
 )
-
-#: A code that oMLX answers with a whole body; any other breaks a plain answer off.
-_CODE = "prefill_memory_aborted"
 
 _tasks: set[asyncio.Task[None]] = set()
 
@@ -115,17 +114,26 @@ async def _remove(pool: Any, model: str, engine: Any) -> None:
 
 
 async def _end_requests(engine: Any, model: str) -> None:
+    """Requests get a whole error in the shape of their route, jobs one of the engine's."""
+    reason = f"The engine of model '{model}' has failed; the next request loads it anew"
+    refusal = Refusal(503, "engine_failed", f"{reason}. Try again.", 1)
+    for request in tuple(requests.live):
+        if holding.holds(request, model, engine):
+            request.cut.end_with(refusal)
     abort = getattr(engine, "abort_all_requests", None)
     if not callable(abort):
         return
     arguments: dict[str, str] = {}
     try:
         if "reason" in inspect.signature(abort).parameters:
-            reason = f"The engine of model '{model}' has failed; it is loaded anew"
-            arguments = {"reason": reason, "error_code": _CODE}
+            arguments = {"reason": reason, "error_code": "engine_failed"}
+    except (TypeError, ValueError) as error:
+        # Not every callable has a signature; it is called all the same.
+        faults.note("the look at an engine's abort", error)
+    try:
         await abort(**arguments)
     except Exception:
-        logger.warning("admission: ending requests of '%s' failed", model, exc_info=True)
+        logger.warning("admission: ending the work of '%s' failed", model, exc_info=True)
 
 
 def problems() -> Iterable[observe.Problem]:

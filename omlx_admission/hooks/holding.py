@@ -183,6 +183,12 @@ def held_engine(
     return entry.engine if same and holding.engine() is entry.engine else None
 
 
+def holds(request: requests.Request, model_id: str, engine: Any) -> bool:
+    """Whether ``request`` was handed ``engine`` and has not given it back."""
+    held: Holding | None = request.handed.get(model_id)
+    return held is not None and held.engine() is engine and bool(held.leased or held.kept)
+
+
 def own(model_id: str) -> Own:
     """What the current request holds while it asks for ``model_id``, for the queue."""
     request = requests.current.get()

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs
 
-from omlx_admission.hooks import faults
-from omlx_admission.hooks.holding import Holding
+from omlx_admission.hooks import faults, holding
 from omlx_admission.hooks.pool_port import OmlxPool, admission_refused
 from omlx_admission.hooks.pool_state import state_of
 from omlx_admission.runtime import request as requests
@@ -126,8 +125,7 @@ def end_holders(engine: Any, model: str, own: requests.Request | None) -> Callab
     refusal = Refusal(503, "model_unloading", _ENDED.format(model=model), _RETRY_S)
 
     def holds(request: requests.Request) -> bool:
-        held: Holding | None = request.handed.get(model)
-        return held is not None and held.engine() is engine and bool(held.leased or held.kept)
+        return holding.holds(request, model, engine)
 
     ended = [r for r in tuple(requests.live) if r is not own and holds(r)]
     for request in ended:

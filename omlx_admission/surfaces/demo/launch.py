@@ -21,6 +21,9 @@ as ``--memory-guard-gb`` counts them, read whenever oMLX asks for it (tier ``cus
 no moving part). ``static_gb`` and ``metal_gb``: the parts that do not move; the cap of 0
 is none.
 
+``fault_file``: a file; while it is there, steps of all engines raise, and so does the
+clean-up after one, which is what a GPU fault does to them.
+
 ``keepalive_s``: interval of oMLX's keep-alives on streams, which no option of oMLX's sets.
 
 ``pretend_audio``: audio engines load nothing and answer something made up: no tiny model
@@ -106,10 +109,26 @@ def slow_down(plan: dict[str, Any]) -> None:
             lambda server: hurry(server._with_sse_keepalive, float(plan["keepalive_s"])),
             "omlx.server",
         )
+    if "fault_file" in plan:
+        wrapt.register_post_import_hook(
+            lambda module: _break(module.Scheduler, plan["fault_file"]), "omlx.scheduler"
+        )
     wrapt.register_post_import_hook(
         lambda module: _set_ceiling(module.ProcessMemoryEnforcer, plan),
         "omlx.process_memory_enforcer",
     )
+
+
+def _break(scheduler: Any, path: str) -> None:
+    """Make steps and the clean-up after one raise while the file at ``path`` is there."""
+
+    def guarded(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
+        if os.path.exists(path):
+            raise RuntimeError("the plan says that the GPU fails")
+        return wrapped(*args, **kwargs)
+
+    for name in ("step", "fail_all_requests"):
+        wrapt.wrap_function_wrapper(scheduler, name, guarded)
 
 
 def _turns(value: Any) -> list[float]:
