@@ -11,7 +11,7 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,9 @@ class NoPool:
         return PoolView(
             models, frozenset(targets if self.resident else ()), ceiling=1, fixed_ceiling=1
         )
+
+    def size(self, arguments: Mapping[str, Any]) -> int:
+        return 1
 
     def take(self, target: Target, leases: int) -> Any:
         self.leases += leases

@@ -111,6 +111,7 @@ class World:
                 m.unloading,
                 m.last_used,
                 m.places,
+                group=m.exclusive,
             )
         committed = tracked + self.hard_residue
         return PoolView(
@@ -128,7 +129,9 @@ class World:
             never_refuse=self.never_refuse,
             max_models=self.max_models,
             exclusive={
-                m.name: m.exclusive for m in self.models.values() if m.exclusive is not None
+                t: group
+                for t in targets
+                if (group := self.models[t.model].exclusive) is not None
             },
         )
 

@@ -10,7 +10,7 @@ import contextvars
 import copy
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from omlx_admission.hooks import books, dead, places, resident
@@ -100,21 +100,29 @@ _AS_TEXT = "as text"
 _EXPLICIT = "explicit settings"
 
 
-#: The settings of an engine whose runtime hooks are process-wide: one may live.
+#: An engine whose runtime hooks are process-wide, of which only one may live: the
+#: settings that ask for it, its class, and the name of that kind. Stock raises where
+#: another one is busy, after it has begun to load (B44).
 _DFLASH = ("dflash_enabled", "True")
+_DFLASH_ENGINE = "DFlashEngine"
+_DFLASH_GROUP = "dflash"
 
 
-def _exclusive(targets: Iterable[Target]) -> dict[str, str]:
-    """Models of which only one of a kind may be loaded: DFlash engines (B44).
+def _signature(target: Target) -> tuple[str | None, Any]:
+    """What kind of special variant ``target`` is, if any, and its settings signature."""
+    variant: Any = target.variant
+    if variant and isinstance(variant[0], str):
+        return variant[0], variant[1]
+    return None, variant
 
-    Stock raises where the other one is busy, after it has begun to load.
-    """
-    groups: dict[str, str] = {}
-    for target in targets:
-        variant: Any = target.variant
-        if isinstance(variant, tuple) and _DFLASH in variant:
-            groups[target.model] = "dflash"
-    return groups
+
+def _wants_dflash(target: Target) -> bool:
+    return _DFLASH in (_signature(target)[1] or ())
+
+
+def _is_dflash(engine: Any) -> bool:
+    # By name, as stock has it: the class may not be importable.
+    return type(engine).__name__ == _DFLASH_ENGINE
 
 
 def _nothing() -> None:
@@ -130,6 +138,10 @@ class OmlxPool:
         self._errors = _exceptions()
         self._stock_get_engine = stock_get_engine
         self._loaded_for: dict[str, tuple[weakref.ref[Any], Target]] = {}
+        #: What loads now, and what wanted a DFlash engine last and got another one.
+        self._loading: dict[str, Target] = {}
+        self._fell_back: dict[str, Target] = {}
+        self._extras: dict[str, tuple[object, int]] = {}
 
     # -- questions ----------------------------------------------------------
 
@@ -143,25 +155,47 @@ class OmlxPool:
             return Target(model_id, (_EXPLICIT, signature))
         return Target(model_id, signature)
 
-    def size(self, model_id: str, force_lm: bool, runtime_settings: object | None) -> int:
-        """Bytes that stock admission will count for this load."""
+    def size(self, arguments: Mapping[str, Any]) -> int:
+        """See :class:`~omlx_admission.runtime.port.PoolPort`.
+
+        Those are what stock admission will count, once what is loaded of it has gone.
+        """
         pool = self._pool
-        entry = pool._entries[model_id]
+        entry = pool._entries.get(arguments["model_id"])
+        if entry is None:
+            return 0
+        if getattr(entry, "runtime_estimated_size", None) is not None:
+            # That of the engine that runs, with what its own settings add.
+            entry = copy.copy(entry)
+            entry.runtime_estimated_size = None
         size = self._resident_size(entry)
         distributed = getattr(pool, "_distributed_deployment_for_entry", None)
         if distributed is not None and distributed(entry) is not None:
             return size
         text_only = getattr(entry, "text_only_size", None)
-        if text_only and (force_lm or entry.engine_type == "batched"):
+        if text_only and (arguments.get("force_lm") or entry.engine_type == "batched"):
             size = int(text_only)
-        runtime_size = getattr(pool, "_entry_runtime_resident_size", None)
-        if runtime_size is None:
+        if not hasattr(pool, "_entry_runtime_resident_size"):
             return size
-        settings = runtime_settings
+        return size + self._extra(entry, arguments.get("runtime_settings"))
+
+    def _extra(self, entry: Any, settings: object | None) -> int:
+        """Bytes that the settings of a load add to the model's own.
+
+        Stock writes a line to the log each time it is asked, so it is asked once for
+        the same settings.
+        """
+        pool, model = self._pool, entry.model_id
         manager = pool._settings_manager
         if settings is None and manager is not None:
-            settings = manager.get_settings(model_id)
-        return int(runtime_size(entry, settings, base_size=size))
+            settings = manager.get_settings(model)
+        values = copy.copy(getattr(settings, "__dict__", settings))
+        asked = (entry.model_path, entry.estimated_size, values)
+        known = self._extras.get(model)
+        if known is None or known[0] != asked:
+            extra = int(pool._entry_runtime_resident_size(entry, settings, base_size=0))
+            known = self._extras[model] = (asked, extra)
+        return known[1]
 
     def hopeless(self, model_id: str) -> None:
         """Raise what stock would raise without looking at memory at all.
@@ -200,7 +234,7 @@ class OmlxPool:
         committed = max(int(module.mx.get_active_memory()), tracked)
         return PoolView(
             models=models,
-            exclusive=_exclusive((*(m.target for m in models.values()), *targets)),
+            exclusive={t: _DFLASH_GROUP for t in targets if self._is_exclusive(t)},
             ready=frozenset(t for t in targets if self._is_ready(t)),
             unknown=frozenset(t for t in targets if t.model not in pool._entries),
             ceiling=ceiling,
@@ -227,7 +261,18 @@ class OmlxPool:
             last_used=entry.last_access,
             places=places.places(entry.engine),
             most=places.most(entry.engine),
+            group=self._group(model_id, entry),
         )
+
+    def _group(self, model_id: str, entry: Any) -> str | None:
+        """The exclusive group of what runs, or of what a load of ours will bring."""
+        if entry.engine is not None:
+            return _DFLASH_GROUP if _is_dflash(entry.engine) else None
+        target = self._loading.get(model_id) if entry.is_loading else None
+        return _DFLASH_GROUP if target is not None and self._is_exclusive(target) else None
+
+    def _is_exclusive(self, target: Target) -> bool:
+        return _wants_dflash(target) and self._fell_back.get(target.model) != target
 
     def _resident_size(self, entry: Any) -> int:
         resident_size = getattr(self._pool, "_entry_resident_size", None)
@@ -262,10 +307,7 @@ class OmlxPool:
             # An option that fell back at load leaves another signature behind
             # (before 0.5.4); what was loaded for this target serves it (B13).
             return True
-        signature: Any = target.variant
-        kind = signature[0] if signature and isinstance(signature[0], str) else None
-        if kind is not None:
-            signature = signature[1]
+        kind, signature = _signature(target)
         if kind == _AS_TEXT and resident.is_vlm(entry.engine):
             return False
         loaded = entry.runtime_settings_signature
@@ -330,11 +372,19 @@ class OmlxPool:
         planned_victims.set(tuple(v for v in victims if v != model))
         load_at_hand.set(LoadAtHand(self, ask))
         await self._make_places(ask, victims, max_models)
-        engine = await self._stock_get_engine(**ask.arguments)
+        self._loading[model] = ask.target
+        try:
+            engine = await self._stock_get_engine(**ask.arguments)
+        finally:
+            del self._loading[model]
         if not self.in_service(model, engine):
             dead.bury(self._pool, model)
             raise self._errors.ModelLoadingError(model, f"Model '{model}' is being unloaded")
         self._loaded_for[model] = (weakref.ref(engine), ask.target)
+        if _wants_dflash(ask.target) and not _is_dflash(engine):
+            self._fell_back[model] = ask.target
+        elif self._fell_back.get(model) == ask.target:
+            del self._fell_back[model]
 
     async def _make_places(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
         """Stock evicts for bytes only: first evict what has to leave for another reason.
@@ -345,9 +395,9 @@ class OmlxPool:
         for victim in victims:
             view = self.view((ask.target,), max_models)
             full = bool(max_models) and len(view.models.keys() - {model}) >= max_models
-            group = view.exclusive.get(model)
-            rival = group is not None and view.exclusive.get(victim) == group
-            if victim == model or not (full or rival):
+            group, rival = view.exclusive.get(ask.target), view.models.get(victim)
+            clash = group is not None and rival is not None and rival.group == group
+            if victim == model or not (full or clash):
                 continue
             async with pool._lock:
                 entry = pool._entries.get(victim)

@@ -100,6 +100,14 @@ NEEDS = (
     Need(POOL, "EngineEntry.engine_type", Kind.VALUE),
     Need(POOL, "EngineEntry.model_id", Kind.VALUE, types=("str",)),
     Need(POOL, "EngineEntry.text_only_size", Kind.VALUE, types=("int",), optional=True),
+    Need(
+        POOL,
+        "EngineEntry.runtime_estimated_size",
+        Kind.VALUE,
+        types=("int | None",),
+        optional=True,
+    ),
+    Need(POOL, "EngineEntry.model_path", Kind.VALUE, types=("str",)),
     *exceptions.RAISED,
     # What stock says by these is what the queue waits for.
     Need(POOL, "InsufficientMemoryError", Kind.USED),
@@ -212,7 +220,7 @@ class QueueHooks:
             arguments["runtime_settings"] = runtime_settings
         return Ask(
             port.target(model_id, force_lm, runtime_settings),
-            port.size(model_id, force_lm, runtime_settings),
+            port.size(arguments),
             arguments,
             holding.own(model_id),
             unpaced=not lease,

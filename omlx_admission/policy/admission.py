@@ -366,7 +366,7 @@ class AdmissionPolicy(Schedule):
             return  # refused, and expected back: what runs goes on to its end
         wish = self.plan_for(swap.target, view, now)
         if wish.kind in (PlanKind.FITS, PlanKind.EVICT, PlanKind.ASK):
-            swap.victims = wish.victims
+            swap.victims, swap.size = wish.victims, queue.head.size
             self._load(swap, view, now, actions)
         elif wish.kind is PlanKind.DRAIN:
             self._drain(wish, now, actions)
@@ -386,8 +386,8 @@ class AdmissionPolicy(Schedule):
             queue = self.queues[target]
             if target == swap.target or target in view.ready or now < queue.retry_at:
                 continue
-            group = view.exclusive.get(target.model)
-            if group is not None and group == view.exclusive.get(swap.target.model):
+            group = view.exclusive.get(target)
+            if group is not None and group == view.exclusive.get(swap.target):
                 continue
             wish = self.plan_for(target, view, now, keep=swap.victims)
             if wish.kind not in (PlanKind.FITS, PlanKind.EVICT):

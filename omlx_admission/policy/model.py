@@ -71,6 +71,7 @@ class ModelView:
 
     ``places`` is how many leases it may hold while requests for it wait; None is
     without limit. ``most`` is how many its engine takes before it refuses any.
+    ``group`` is the exclusive group of the engine that runs.
     """
 
     model: str
@@ -84,6 +85,7 @@ class ModelView:
     last_used: float = 0.0
     places: int | None = None
     most: int | None = None
+    group: str | None = None
 
     @property
     def free(self) -> int | None:
@@ -117,8 +119,8 @@ class PoolView:
         committed: bytes in use without reclaimable residue of unloaded models.
         never_refuse: the memory guard is off: evict as well as possible, then load.
         max_models: most models loaded, loading or unloading; 0 is no limit.
-        exclusive: model to group, for models of which only one of a group may be
-            loaded (helpers with process-wide hooks).
+        exclusive: target to group, for those of which only one of a group may be loaded
+            (helpers with process-wide hooks).
     """
 
     models: Mapping[str, ModelView]
@@ -130,7 +132,7 @@ class PoolView:
     committed: int = 0
     never_refuse: bool = False
     max_models: int = 0
-    exclusive: Mapping[str, str] = field(default_factory=dict)
+    exclusive: Mapping[Target, str] = field(default_factory=dict)
 
 
 EMPTY_VIEW = PoolView(models=MappingProxyType({}))

@@ -47,8 +47,8 @@ def never_fits(target: Target, size: int, view: PoolView) -> bool:
     pinned = _pinned_beside(target, view)
     if view.max_models and len(pinned) >= view.max_models:
         return True
-    group = view.exclusive.get(target.model)
-    if group is not None and any(view.exclusive.get(m.model) == group for m in pinned):
+    group = view.exclusive.get(target)
+    if group is not None and any(m.group == group for m in pinned):
         return True
     if view.fixed_ceiling <= 0 or view.never_refuse:
         return False
@@ -113,13 +113,9 @@ def plan(
     # Another variant of the model itself, and another member of its exclusive
     # group, have to leave whatever room there is.
     forced = [own] if own is not None else []
-    group = view.exclusive.get(target.model)
+    group = view.exclusive.get(target)
     if group is not None:
-        forced += [
-            m
-            for m in view.models.values()
-            if m is not own and view.exclusive.get(m.model) == group
-        ]
+        forced += [m for m in view.models.values() if m is not own and m.group == group]
     if any(m.loading or m.unloading for m in forced):
         return _SETTLE
     kept = frozenset(keep)
@@ -200,7 +196,9 @@ def after(view: PoolView, target: Target, size: int, leaving: Iterable[str] = ()
     models = {k: m for k, m in view.models.items() if k not in gone}
     freed = sum(view.models[v].size for v in gone)
     come = 0 if target.model in models else size
-    models[target.model] = ModelView(target.model, size, target.variant, busy=True)
+    models[target.model] = ModelView(
+        target.model, size, target.variant, busy=True, group=view.exclusive.get(target)
+    )
     return replace(
         view,
         models=models,

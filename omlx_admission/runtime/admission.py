@@ -356,6 +356,7 @@ class Admission:
             pending.prolonged = True
             self._expire_at(waiter, self._patient_until)
             return
+        self._measure(waiter)
         view = self.port.view(self.policy.targets, self.settings.max_models)
         waited = now - waiter.enqueued
         refusal = self._refusal(pending.ask, "model_swap_timeout", view, waited, waiter)
@@ -444,6 +445,8 @@ class Admission:
         try:
             for _ in range(_MOST_STEPS):
                 self._again = False
+                for target in self.policy.targets:
+                    self._measure(self.policy.queues[target].head)
                 view = self.port.view(self.policy.targets, self.settings.max_models)
                 actions = self.policy.step(view, self.now())
                 self.gated = self.policy.gated
@@ -461,6 +464,14 @@ class Admission:
             self._break(error)
         finally:
             self._stepping = False
+
+    def _measure(self, waiter: Waiter) -> None:
+        """What it wants may have another size by now: by its settings, or by a rescan."""
+        pending = _pending(waiter)
+        size = self.port.size(pending.ask.arguments)
+        if size != waiter.size:
+            waiter.size = size
+            pending.ask = replace(pending.ask, size=size)
 
     def _break(self, error: BaseException) -> None:
         """Our own failure: log it once, let everybody who waits run stock."""

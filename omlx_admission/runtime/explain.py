@@ -96,8 +96,8 @@ def too_large_text(ask: Ask, view: PoolView) -> str:
             f"Model '{ask.target.model}' cannot be loaded: all {view.max_models} places are "
             f"held by pinned models"
         )
-    group = view.exclusive.get(ask.target.model)
-    rivals = [m.model for m in pinned if group and view.exclusive.get(m.model) == group]
+    group = view.exclusive.get(ask.target)
+    rivals = [m.model for m in pinned if group and m.group == group]
     if rivals:
         return (
             f"Model '{ask.target.model}' cannot be loaded beside '{rivals[0]}', which is "

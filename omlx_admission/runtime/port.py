@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,9 @@ class PoolPort(Protocol):
 
     def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
         """The pool at this instant, with ``ready`` and ``unknown`` told for ``targets``."""
+
+    def size(self, arguments: Mapping[str, Any]) -> int:
+        """Bytes that a call with these arguments would load, as things are now."""
 
     def take(self, target: Target, leases: int) -> Any:
         """Take ``leases`` leases on the resident engine of ``target`` and return it.

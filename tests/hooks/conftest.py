@@ -30,6 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.path.insert(0, sources[0] if sources else str(standin.PATH))
 
 
+class DFlashEngine(MagicMock):
+    """Of this class's name only one engine may live."""
+
+
 class House:
     """One pool with fake engines. Sizes are bytes; the ceiling is 1000."""
 
@@ -41,6 +45,8 @@ class House:
         self.hold_unloads = False
         self.fail: dict[str, Exception] = {}
         self.ceiling = 1000
+        #: Models whose engine is one of the kind of which only one may live.
+        self.dflash: set[str] = set()
         #: What of the ceiling is fixed; None: all of it.
         self.fixed_ceiling: int | None = None
         self._load_gates: dict[str, asyncio.Event] = {}
@@ -63,7 +69,8 @@ class House:
         async def stop() -> None:
             await self._stop(name)
 
-        engine = MagicMock(name=f"engine-{name}")
+        kind = DFlashEngine if name in self.dflash else MagicMock
+        engine = kind(name=f"engine-{name}")
         engine.has_active_requests = MagicMock(return_value=False)
         engine.scheduler = engine._engine = None
         engine.start = AsyncMock(side_effect=start)

@@ -133,6 +133,7 @@ def test_b44_one_of_an_exclusive_kind_drains_for_the_other(
 
     async def test() -> None:
         house = make_house(max_age_s=0.0)
+        house.dflash |= {"d", "p"}
         mocker.patch.object(
             house.pool,
             "_engine_runtime_signature",

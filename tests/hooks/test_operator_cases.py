@@ -360,7 +360,8 @@ def test_the_sweep_for_expired_models_spares_who_drains_or_waits(
     run(test)
 
 
-def dflash(house: House, mocker: Any, models: str) -> None:
+def dflash(house: House, mocker: Any, models: str, runs: bool = True) -> None:
+    house.dflash |= set(models if runs else "")
     mocker.patch.object(
         house.pool,
         "_engine_runtime_signature",
@@ -393,6 +394,137 @@ def test_b44_a_pinned_member_of_an_exclusive_kind_is_the_reason(
         await house.get("a")
         await house.release("a")
         assert house.resident() == {"a", "d"}
+        house.assert_idle()
+
+    run(test)
+
+
+def test_f5_an_option_that_fell_back_excludes_nobody(make_house: Make, mocker: Any) -> None:
+    """What runs is a plain engine: both fit, so both stay, and no pin forbids either."""
+
+    async def test() -> None:
+        house = make_house()
+        dflash(house, mocker, "dp", runs=False)
+        house.entry("d").is_pinned = True
+        for model in "dp":
+            await house.get(model)
+            await house.release(model)
+        assert house.resident() == {"d", "p"}
+        # And where it is not known yet what the wanted one will be.
+        assert "unload d" not in house.events
+        house.assert_idle()
+
+    run(test)
+
+
+def test_f5_the_next_load_knows_that_the_last_one_fell_back(
+    make_house: Make, mocker: Any
+) -> None:
+    async def test() -> None:
+        house = make_house()
+        dflash(house, mocker, "dp", runs=False)
+        await house.get("p")
+        await house.release("p")
+        await house.pool._unload_engine("p")
+        house.dflash.add("d")
+        await house.get("d")
+        await house.release("d")
+        await house.get("p")  # will fall back again: nobody leaves for it
+        await house.release("p")
+        assert house.resident() == {"d", "p"}
+        house.dflash.add("p")  # it was installed meanwhile
+        await house.pool._unload_engine("p")
+        await house.get("p")
+        await house.release("p")
+        await house.pool._unload_engine("p")
+        await house.get("d")
+        await house.release("d")
+        await house.get("p")
+        await house.release("p")
+        assert house.resident() == {"p"}
+        house.assert_idle()
+
+    run(test)
+
+
+def test_f5_a_text_load_of_a_member_is_a_member(make_house: Make, mocker: Any) -> None:
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        dflash(house, mocker, "dp")
+        await house.get("d")
+        for_p = house.ask("p", force_lm=True)
+        await settle()
+        assert not for_p.done()
+        assert "load p" not in house.events
+        await house.release("d")
+        await for_p
+        assert house.resident() == {"p"}
+        await house.release("p")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_f6_the_size_of_what_is_loaded_is_not_counted_twice(
+    make_house: Make, mocker: Any
+) -> None:
+    """What its settings add is in the runtime size already, and is added again at a load."""
+
+    async def test() -> None:
+        house = make_house(max_age_s=0.0)
+        if not hasattr(house.pool, "_entry_runtime_resident_size"):
+            pytest.skip("this oMLX knows no size of settings")
+        mocker.patch.object(
+            house.pool,
+            "_entry_runtime_resident_size",
+            lambda *_a, base_size, **_k: base_size + 300,
+        )
+        await house.get("a")  # 900
+        assert house.entry("a").runtime_estimated_size == 900
+        for_b = house.ask("b")
+        await settle()
+        again = house.ask("a")  # its gate is closed
+        await settle()
+        (size,) = {
+            w.size
+            for t in house.admission.policy.targets
+            if t.model == "a"
+            for w in house.admission.policy.waiters(t)
+        }
+        assert size == 900
+        await house.release("a")
+        await for_b
+        await house.release("b")
+        await again
+        await house.release("a")
+        house.assert_idle()
+
+    run(test)
+
+
+def test_f6_sizes_are_asked_again_while_requests_wait(make_house: Make) -> None:
+    """A rescan found other files: what was too large at the door may fit, and vice versa."""
+
+    async def test() -> None:
+        house = make_house()
+        await house.get("a")
+        waiting = [house.ask("b") for _ in range(2)]
+        await settle()
+        house.entry("b").estimated_size = 300
+        house.admission.step()
+        await asyncio.gather(*waiting)  # beside it
+        assert house.resident() == {"a", "b"}
+        for model in "bb":
+            await house.release(model)
+        await house.pool._unload_engine("b")
+        house.entry("b").estimated_size = 600
+        late = house.ask("b")
+        await settle()
+        house.entry("b").estimated_size = 1100
+        house.admission.step()
+        with pytest.raises(house.module.ModelTooLargeError, match="b"):
+            await late
+        await house.release("a")
         house.assert_idle()
 
     run(test)

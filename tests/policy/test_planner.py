@@ -84,7 +84,7 @@ B = Target("B")
             id="nothing of ours is in the way",
         ),
         pytest.param(
-            view(model("D", 10), residue=60, committed=10),
+            view(model("D", 10, group="hooks"), residue=60, committed=10),
             PlanKind.EVICT,
             ("D",),
             id="an eviction reclaims residue",
@@ -150,28 +150,40 @@ B = Target("B")
         ),
         pytest.param(view(model("A", 60), ceiling=0), PlanKind.FITS, (), id="no ceiling"),
         pytest.param(
-            view(model("D", 10), exclusive={"B": "hooks", "D": "hooks"}),
+            view(model("D", 10, group="hooks"), exclusive={B: "hooks"}),
             PlanKind.EVICT,
             ("D",),
             id="b44 one of a group at a time, though both fit",
         ),
         pytest.param(
-            view(model("D", 10, leases=1), exclusive={"B": "hooks", "D": "hooks"}),
+            view(model("D", 10, leases=1, group="hooks"), exclusive={B: "hooks"}),
             PlanKind.DRAIN,
             ("D",),
             id="b44 and it drains first",
         ),
         pytest.param(
-            view(model("D", 10, pinned=True), exclusive={"B": "hooks", "D": "hooks"}),
+            view(model("D", 10, pinned=True, group="hooks"), exclusive={B: "hooks"}),
             PlanKind.NEVER,
             (),
             id="b44 a pinned member makes it permanent",
         ),
         pytest.param(
-            view(model("D", 10, unloading=True), exclusive={"B": "hooks", "D": "hooks"}),
+            view(model("D", 10, unloading=True, group="hooks"), exclusive={B: "hooks"}),
             PlanKind.SETTLE,
             (),
             id="b44 a member on its way out",
+        ),
+        pytest.param(
+            view(model("D", 10), exclusive={B: "hooks", Target("D"): "hooks"}),
+            PlanKind.FITS,
+            (),
+            id="f5 what it could be loaded as is not what it runs as",
+        ),
+        pytest.param(
+            view(model("D", 10, pinned=True, group="hooks"), exclusive={Target("D"): "hooks"}),
+            PlanKind.FITS,
+            (),
+            id="f5 another variant of the wanted one is no member",
         ),
     ],
 )

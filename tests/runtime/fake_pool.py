@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,10 @@ class FakePool:
             committed=self.used(),
             max_models=max_models,
         )
+
+    def size(self, arguments: Mapping[str, Any]) -> int:
+        model = self.models.get(arguments["model_id"])
+        return model.size if model is not None else 0
 
     def take(self, target: Target, leases: int) -> Any:
         model = self.models[target.model]

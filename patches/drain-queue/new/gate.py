@@ -78,7 +78,7 @@ class PoolAdmission(Admission):
             }
             return Ask(
                 self.port.target(model_id, force_lm, runtime_settings),
-                self.port.size(model_id, force_lm, runtime_settings),
+                self.port.size(arguments),
                 arguments,
                 own(model_id),
             )
