@@ -19,11 +19,15 @@ from omlx_admission.runtime import request as requests
 from omlx_admission.runtime import stream_hold
 
 SERVER = requests_hook.SERVER
+IDS = "omlx.api.shared_models"
+
+#: What the id of a response begins with.
+_RESPONSE = "resp"
 
 NEEDS = (
     *requests_hook.NEEDS,
     Need(SERVER, "_resolve_keepalive", Kind.SYNC, ("protocol",), exact=True),
-    Need(SERVER, "_KEEPALIVE_COMMENT", Kind.VALUE),
+    Need(IDS, "generate_id", Kind.SYNC, ("prefix",)),
     Need(
         SERVER,
         "_with_sse_keepalive",
@@ -39,13 +43,12 @@ def keepalive(module: Any, protocol: str) -> stream_hold.Keepalive | None:
 
     Asked for each stream, because the mode can be changed while the server runs. In
     the mode ``chunk`` oMLX has nothing for Responses, whose clients take no event
-    before ``response.created``: there it is oMLX's other form, the comment, which
-    clients of event streams must ignore.
+    before ``response.created``, and not all of them a comment: there it is that event.
     """
     try:
         frame = module._resolve_keepalive(protocol)
         if frame is None and module._resolve_keepalive("openai_chat") is not None:
-            frame = module._KEEPALIVE_COMMENT
+            frame = ""
         if frame is None:
             return None
         parameters = inspect.signature(module._with_sse_keepalive).parameters
@@ -64,11 +67,26 @@ async def body(wrapped: Any, _request: Any, args: Any, kwargs: Any) -> Any:
     return content
 
 
+def new_id(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
+    """``generate_id``: a response that was said to have begun keeps its id.
+
+    It is stored under it, and asked for by it later.
+    """
+    request = requests.active()
+    hold = None if request is None else request.hold
+    prefix = args[0] if args else kwargs.get("prefix")
+    if hold is not None and hold.response_id and getattr(prefix, "value", "") == _RESPONSE:
+        return hold.response_id
+    return wrapped(*args, **kwargs)
+
+
 def apply(module: Any, ledger: Ledger, after_s: float) -> None:
     """Keep streams alive that have waited ``after_s`` seconds."""
     # Here and not above: a process that serves nothing has no Starlette.
+    import omlx.api.shared_models
     import starlette.requests
 
+    ledger.wrap(omlx.api.shared_models, "generate_id", new_id)
     ledger.wrap(starlette.requests, "Request.json", body)
     stream_hold.rule = stream_hold.Rule(after_s, partial(keepalive, module))
 

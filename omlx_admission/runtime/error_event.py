@@ -55,6 +55,13 @@ def _data(events: bytes) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def in_progress(response_id: str, model: str, number: int) -> bytes:
+    """The event with that ``number`` of a response whose work has yet to begin."""
+    name = "response.created" if number == 1 else "response.in_progress"
+    response = _response(response_id, model, "in_progress", None)
+    return _event(name, {"response": response, "sequence_number": number})
+
+
 def frames(
     protocol: str,
     status: int,
@@ -96,14 +103,23 @@ def _error(error: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**plain, "sequence_number": number, "error": dict(error)}
 
 
+def new_id() -> str:
+    """An id of a response, as oMLX makes them."""
+    return f"resp_{uuid.uuid4().hex[:24]}"
+
+
 def _failed(error: Mapping[str, Any], model: str) -> dict[str, Any]:
     cause = {"code": error.get("code") or "server_error", "message": error.get("message")}
+    return _response(new_id(), model, "failed", cause)
+
+
+def _response(response_id: str, model: str, status: str, error: Any) -> dict[str, Any]:
     return {
-        "id": f"resp_{uuid.uuid4().hex[:24]}",
+        "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
-        "status": "failed",
-        "error": cause,
+        "status": status,
+        "error": error,
         "incomplete_details": None,
         "instructions": None,
         "metadata": {},

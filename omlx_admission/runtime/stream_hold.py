@@ -47,12 +47,20 @@ _ID = re.compile(rb'("id"\s*:\s*")(chatcmpl|cmpl)-(?:keepalive|[0-9a-f]{8,32})"'
 #: Bytes kept of an error's body; oMLX's are a few hundred.
 _LONGEST_ERROR = 1 << 16
 
+#: The event that begins a response, and the number that each of its events has.
+_CREATED = re.compile(rb"event: response\.created\r?\n[^\r\n]*\r?\n\r?\n")
+_NUMBER = re.compile(rb'("sequence_number"\s*:\s*)(\d+)')
+
 _TAKEN_OVER = "the answer is no event stream"
 
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """One keep-alive as it goes over the wire, and the seconds between two."""
+    """One keep-alive as it goes over the wire, and the seconds between two.
+
+    Without a ``frame`` it is an event of a response that is in progress: numbered, and
+    its first one is that of the stream (C17).
+    """
 
     frame: bytes
     interval_s: float
@@ -91,10 +99,13 @@ class StreamHold:
 
     Attributes:
         began: the head is out or on its way; the answer goes through :meth:`forward`.
+        response_id: what the response that is to come has to be called; empty where
+            nothing has been said of it.
     """
 
     def __init__(self, rule: Rule, protocol: str, send: Send, cut: Cut) -> None:
         self.began = False
+        self.response_id = ""
         self._rule = rule
         self._protocol = protocol
         self._send = send
@@ -107,6 +118,8 @@ class StreamHold:
         self._complete = False
         self._model = ""
         self._id = b""
+        #: Events said of a response that has yet to come, and what its own numbers lack.
+        self._said = self._shift = 0
         self._status = 200
         self._error: bytearray | None = None
 
@@ -165,13 +178,19 @@ class StreamHold:
         self._id = rb'\g<1>%b-%b"' % (found[2], uuid.uuid4().hex[:8].encode())
         return Keepalive(_ID.sub(self._id, keepalive.frame), keepalive.interval_s)
 
+    def _in_progress(self) -> bytes:
+        if not self.response_id:
+            self.response_id = error_event.new_id()
+        self._said += 1
+        return error_event.in_progress(self.response_id, self._model, self._said)
+
     async def _keep_alive(self, keepalive: Keepalive, over: asyncio.Event) -> None:
         """A task of its own: neither the queue nor another request waits for a slow reader."""
         try:
             head = {"type": "http.response.start", "status": 200, "headers": [*HEADERS]}
             await self._send(head)
             while not over.is_set():
-                await self._send(_part(keepalive.frame, more=True))
+                await self._send(_part(keepalive.frame or self._in_progress(), more=True))
                 try:
                     await asyncio.wait_for(over.wait(), keepalive.interval_s)
                 except TimeoutError:
@@ -213,9 +232,19 @@ class StreamHold:
             body = message.get("body", b"")
             if self._id and body:
                 message = {**message, "body": _ID.sub(self._id, body)}
+            if self._said and body:
+                message = {**message, "body": self._continued(body)}
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 self._complete = True
             await self._send(message)
+
+    def _continued(self, body: bytes) -> bytes:
+        """Their events behind ours: begun once, and numbered on."""
+        created = _CREATED.search(body)
+        if created is not None and (number := _NUMBER.search(created[0])) is not None:
+            self._shift = self._said - int(number[2])
+            body = body.replace(created[0], b"")
+        return _NUMBER.sub(lambda m: b"%b%d" % (m[1], int(m[2]) + self._shift), body)
 
     async def _head(self, message: Message, refusal: Refusal | None) -> None:
         await self._stop()

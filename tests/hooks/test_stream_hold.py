@@ -62,8 +62,8 @@ def test_the_frames_are_omlxs(server: Any) -> None:
         "openai_chat": server._KEEPALIVE_CHAT_CHUNK,
         "openai_completion": server._KEEPALIVE_COMPLETION_CHUNK,
         "anthropic": server._KEEPALIVE_ANTHROPIC_PING,
-        # oMLX has none there.
-        "openai_responses": ": keep-alive\n\n",
+        # oMLX has none there: the hold has its own.
+        "openai_responses": "",
     }
     assert server._resolve_keepalive("openai_responses") is None
     mode(server, "comment")
@@ -101,6 +101,36 @@ def test_the_id_of_a_chunk_is_found_and_replaced(server: Any) -> None:
     response_id = own.partition('"id":"')[2].partition('"')[0]
     assert response_id != "chatcmpl-keepalive"
     assert own == server._chat_keepalive_chunk(response_id)
+
+
+def test_c17_a_response_that_was_said_to_have_begun_keeps_its_id(server: Any) -> None:
+    """It is the id that oMLX itself gives it, and stores it under."""
+    import omlx.engine_pool
+    from omlx.api import shared_models
+
+    async def handler(request: requests.Request) -> None:
+        assert request.hold is not None
+        kinds = shared_models.IDPrefix
+        request.hold.response_id = response_id
+        found.append(shared_models.generate_id(kinds.RESPONSE))
+        found.append(shared_models.generate_id(prefix=kinds.RESPONSE))
+        found.append(shared_models.generate_id(kinds.MESSAGE))
+
+    response_id = ""
+    found: list[str] = []
+    one = install.Installer(install.decide(settings=Settings()))
+    try:
+        one.on_import(omlx.engine_pool)
+        one.on_import(server)
+        asyncio.run(post("/v1/responses", {"stream": True}, handler))
+        response_id = "resp_ours"
+        asyncio.run(post("/v1/responses", {"stream": True}, handler))
+    finally:
+        one.undo()
+    assert found[3:5] == ["resp_ours"] * 2
+    others = [*found[:3], found[5]]
+    assert len({one.partition("_")[2] for one in others}) == 4
+    assert [one.partition("_")[0] for one in others] == ["resp", "resp", "msg", "msg"]
 
 
 def test_a_fault_is_noted_and_nothing_is_sent(

@@ -55,7 +55,10 @@ class Reading:
 
     @property
     def events(self) -> list[str]:
-        """Its events without keep-alives, ids and times; a text in pieces is one piece."""
+        """Its events without keep-alives, ids and times; a text in pieces is one piece.
+
+        What begins a response counts as one: it says nothing that its end does not say.
+        """
         blocks = [b for b in self.text.split("\n\n") if b and not is_keepalive(b)]
         plain = [_SECONDS.sub(r"\1", _OWN.sub(r'\1\2"', b)) for b in blocks]
         return _joined(plain)
@@ -63,7 +66,8 @@ class Reading:
 
 def is_keepalive(block: str) -> bool:
     """Whether an event of a stream says nothing."""
-    return block.startswith((":", "event: ping")) or '"model":"keepalive"' in block
+    nothing = ("event: ping", "event: response.created", "event: response.in_progress")
+    return block.startswith((":", *nothing)) or '"model":"keepalive"' in block
 
 
 def _joined(blocks: list[str]) -> list[str]:

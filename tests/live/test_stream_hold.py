@@ -84,6 +84,53 @@ def test_who_waits_long_gets_keepalives_and_then_the_same_stream(serve: Serve) -
         assert answer.text.endswith("\n\n")
 
 
+def responses(text: str) -> list[dict[str, Any]]:
+    """The events of a stream of Responses; there is nothing but events in it (C17)."""
+    blocks = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n")]
+    found = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
+    assert [name for name, _ in blocks] == [f"event: {event['type']}" for event in found]
+    return found
+
+
+def test_c17_a_held_response_is_one_response(omlx: Omlx, serve: Serve) -> None:
+    """It begins at once, goes on under its id and is found by it afterwards."""
+    server = serve(load_s=0.2, plan={"keepalive_s": 0.2}, OMLX_ADMISSION_STREAM_HOLD_S="0.3")
+    path = "/v1/responses"
+
+    async def accumulated(stock: Stock) -> list[Any]:
+        stream, body = stock.accumulators[-1]
+        return await accumulate(stream(**body))
+
+    async def scenario(stock: Stock) -> None:
+        async with Door(server) as door, stock:
+            async with door.busy("a"):
+                reading, held = door.start(path)
+                by_client = asyncio.create_task(accumulated(stock))
+                await reading.until_kept_alive(3)
+            events = responses((await held).text)
+            assert [e["type"] for e in events[:3]] == ["response.created"] + [
+                "response.in_progress"
+            ] * 2
+            check(events)
+            end = events[-1]["response"]
+            if omlx.source != standin.PATH:
+                stored = await door.http.get(f"{path}/{end['id']}")
+                assert stored.json()["output"] == end["output"]
+                more = await door.read(path, Reading(), previous_response_id=end["id"])
+                assert more.status == 200
+            check([event.to_dict() for event in await by_client])
+
+    def check(events: list[dict[str, Any]]) -> None:
+        kinds = [event["type"] for event in events]
+        assert kinds.count("response.created") == 1
+        assert kinds[-1] in ("response.incomplete", "response.completed")
+        numbers = [event["sequence_number"] for event in events]
+        assert numbers == list(range(1, len(events) + 1))
+        assert len({e["response"]["id"] for e in events if "response" in e}) == 1
+
+    asyncio.run(scenario(Stock(server, {})))
+
+
 class Stock:
     """The stock clients of one server, with their default retries, each API by its call."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from omlx_admission.runtime import stream_hold
 from omlx_admission.runtime.refusal import Refusal
-from omlx_admission.runtime.stream_hold import Rule
+from omlx_admission.runtime.stream_hold import Keepalive, Rule
 
 from ..virtual import VirtualLoop
 from .rig import (
@@ -24,6 +24,7 @@ from .rig import (
     Exchange,
     Waiter,
     end,
+    events,
     whole,
 )
 
@@ -88,6 +89,29 @@ def test_an_error_of_the_route_is_an_event(
     elif kind == "not_found_error":
         kind = "server_error"
     assert error["type"] == kind
+
+
+@pytest.mark.parametrize("refusal", [BUSY, None])
+def test_c17_a_response_that_was_said_to_begin_fails_under_its_id(
+    loop: VirtualLoop, waiter: Waiter, refusal: Refusal | None
+) -> None:
+    stream_hold.rule = Rule(AFTER, lambda _protocol: Keepalive(b"", INTERVAL))
+    waiter.refusal = refusal
+    waiter.answer = lambda send: whole(send, 409, JSON, b'{"error": {"message": "no"}}')
+    exchange = Exchange(loop, waiter, "/v1/responses")
+    loop.advance(AFTER + INTERVAL)
+    end(exchange, waiter)
+    found = events(exchange.text)
+    assert [name for name, _ in found] == [
+        "response.created",
+        "response.in_progress",
+        "error",
+        "response.failed",
+    ]
+    assert [data["sequence_number"] for _, data in found] == [1, 2, 3, 4]
+    assert len({data["response"]["id"] for _, data in found if "response" in data}) == 1
+    assert found[2][1]["message"] == (refusal.message if refusal else "no")
+    assert exchange.closed
 
 
 async def raise_at_once(send: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime import stream_hold
 from omlx_admission.runtime.refusal import Refusal
-from omlx_admission.runtime.stream_hold import Rule
+from omlx_admission.runtime.stream_hold import Keepalive, Rule
 
 from ..virtual import VirtualLoop
 from .rig import (
@@ -24,6 +24,7 @@ from .rig import (
     Exchange,
     Waiter,
     end,
+    events,
     read,
     whole,
 )
@@ -189,6 +190,64 @@ def test_all_chunks_of_a_completion_have_one_id(loop: VirtualLoop, waiter: Waite
         ids.append(datas[0]["id"])
     assert len(set(ids)) == 2
     assert all(re.fullmatch("chatcmpl-[0-9a-f]{8}", one) for one in ids)
+
+
+def numbered(name: str, number: int, **content: Any) -> bytes:
+    content = {"type": name, **content, "sequence_number": number}
+    return f"event: {name}\ndata: {json.dumps(content)}\n\n".encode()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("together", [True, False])
+def test_c17_a_response_begins_once_and_is_numbered_on(
+    loop: VirtualLoop, waiter: Waiter, first: int, together: bool
+) -> None:
+    """Every client takes ``response.created`` first, and none has to skip a comment."""
+    said = 'event: response.created\ndata: {"sequence_number": 7}\n\n'
+
+    async def answer(send: Any) -> None:
+        request = requests.current.get()
+        assert request is not None
+        assert request.hold is not None
+        response = {"id": request.hold.response_id}
+        pieces = [
+            numbered("response.created", first, response=response),
+            numbered("response.in_progress", first + 1, response=response),
+            numbered("response.output_text.delta", first + 2, delta=said),
+            numbered("response.completed", first + 3, response=response),
+        ]
+        await whole(send, 200, SSE, *([b"".join(pieces)] if together else pieces))
+
+    stream_hold.rule = Rule(AFTER, lambda _protocol: Keepalive(b"", INTERVAL))
+    waiter.answer = answer
+    exchange = Exchange(loop, waiter, "/v1/responses")
+    loop.advance(AFTER + 2 * INTERVAL)
+    end(exchange, waiter)
+    found = events(exchange.text)
+    assert [name for name, _ in found] == [
+        "response.created",
+        *["response.in_progress"] * 3,
+        "response.output_text.delta",
+        "response.completed",
+    ]
+    assert [data["sequence_number"] for _, data in found] == list(range(1, 7))
+    assert len({data["response"]["id"] for _, data in found if "response" in data}) == 1
+    assert found[0][1]["response"].items() >= {"model": "b", "status": "in_progress"}.items()
+    assert found[4][1]["delta"] == said
+    assert ":" not in {line[:1] for line in exchange.text.splitlines()}
+    assert exchange.closed
+
+
+def test_c17_a_response_that_was_not_yet_said_to_begin_is_left_alone(
+    loop: VirtualLoop, waiter: Waiter
+) -> None:
+    stream_hold.rule = Rule(AFTER, lambda _protocol: Keepalive(b"", INTERVAL))
+    created = numbered("response.created", 1, response={"id": "resp_theirs"})
+    waiter.answer = lambda send: whole(send, 200, SSE, created)
+    exchange = Exchange(loop, waiter, "/v1/responses")
+    loop.advance(AFTER - 0.1)
+    end(exchange, waiter)
+    assert exchange.text.encode() == created
 
 
 def test_a_slow_reader_gets_its_frames_whole_and_in_order(

@@ -308,7 +308,10 @@ def response_body(model: str, output: GenerationOutput, limit: int | None) -> st
 
 async def response_stream(model: str, stream: Stream, limit: int | None) -> AsyncIterator[str]:
     """A response as numbered events."""
-    response_id, item_id = new_id("resp_", 24), new_id("msg_", 24)
+    # Read at each call, as oMLX does.
+    from .shared_models import IDPrefix, generate_id
+
+    response_id, item_id = generate_id(IDPrefix.RESPONSE), generate_id(IDPrefix.MESSAGE)
     number = 0
 
     def numbered(name: str, **content: Any) -> str:
