@@ -13,10 +13,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from omlx_admission.hooks import books, dead, places, resident
+from omlx_admission.hooks import books, dead, resident
 from omlx_admission.hooks import ceiling as ceilings
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.places import most, places
 from omlx_admission.hooks.pool_state import (
     DRAIN_REASON,
     drains_for_us,
@@ -259,8 +260,8 @@ class OmlxPool:
             unloading=unloading
             or bool(entry.pending_unload_reason and not drains_for_us(entry)),
             last_used=entry.last_access,
-            places=places.places(entry.engine),
-            most=places.most(entry.engine),
+            places=places(entry.engine),
+            most=most(entry.engine),
             group=self._group(model_id, entry),
         )
 
@@ -329,7 +330,7 @@ class OmlxPool:
 
     def places(self, model: str) -> int | None:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""
-        return places.places(self._pool._entries[model].engine)
+        return places(self._pool._entries[model].engine)
 
     def give_back(self, model: str, engine: Any) -> None:
         """See :class:`~omlx_admission.runtime.port.PoolPort`."""

@@ -19,6 +19,7 @@ MODULES = {
     "hooks.errors": "errors",
     "hooks.holding": "holding",
     "hooks.kinds": "kinds",
+    "hooks.places": "places",
     "hooks.pool_port": "pool",
     "hooks.pool_state": "marks",
     "policy.admission": "policy",

@@ -148,6 +148,13 @@ def give_back(self, model: str, engine: Any) -> None:
     },
 )
 
+#: Whether a newcomer has to queue is asked of the queue itself there.
+PLACES = Recipe(
+    "hooks.places",
+    drop=("SCHEDULER", "NEEDS", "_FEWEST", "_pacing", "is_taken", "apply"),
+    text={", as stock has it": "", " (all releases)": ""},
+)
+
 #: `own` of ours reads what the leases have noted.
 OWN = Recipe(
     "runtime.own",
@@ -233,6 +240,8 @@ def engine_pool(module: cst.Module) -> cst.Module:
         """
         if model_id in self._admission.gated:
             return None
+        if lease and self._admission.is_taken(model_id):
+            return None
         """,
     )
     module = editing.replace_statement(
@@ -314,6 +323,7 @@ OMLX_ADMISSION_QUEUE=0 switches the queue off.
         },
         "admission/marks.py": package.make(MARKS),
         "admission/own.py": package.make(OWN),
+        "admission/places.py": package.make(PLACES),
         "admission/pool.py": package.make(POOL_PORT),
         "admission/queue.py": package.make(QUEUE),
         "admission/settings.py": package.make(SETTINGS),

@@ -13,6 +13,7 @@ from ..exceptions import EnginePoolError
 from . import kinds
 from . import request as requests
 from .own import own
+from .places import places
 from .pool import EnginePoolPort, is_busy, load_at_hand, planned_victims
 from .port import Ask
 from .queue import Admission, QueueBroken
@@ -53,7 +54,7 @@ class PoolAdmission(Admission):
         request = requests.active()
         started = self.now()
         try:
-            ask = self._ask(model_id, force_lm, runtime_settings)
+            ask = self._ask(model_id, force_lm, runtime_settings, lease)
             if request is not None:
                 self._refuse_wrong_kind(request, model_id)
             engine = await self.acquire(ask)
@@ -67,7 +68,23 @@ class PoolAdmission(Admission):
             await asyncio.shield(self._pool._release_engine_lease(model_id))
         return engine
 
-    def _ask(self, model_id: str, force_lm: bool, runtime_settings: object | None) -> Ask:
+    def is_taken(self, model_id: str) -> bool:
+        """Whether a newcomer for a loaded model has to queue for a place of its engine."""
+        if not self.enabled or self.broken:
+            return False
+        if model_id in self.paced:
+            return True
+        entry = self._pool._entries.get(model_id)
+        limit = places(entry.engine) if entry is not None else None
+        return limit is not None and entry.in_use >= limit
+
+    def _ask(
+        self,
+        model_id: str,
+        force_lm: bool,
+        runtime_settings: object | None,
+        lease: bool,
+    ) -> Ask:
         try:
             self.port.hopeless(model_id)
             arguments = {
@@ -81,6 +98,7 @@ class PoolAdmission(Admission):
                 self.port.size(arguments),
                 arguments,
                 own(model_id),
+                unpaced=not lease,
             )
         except EnginePoolError:
             raise
