@@ -23,7 +23,7 @@ NEEDS = (
     Need(SCHEDULER, "Scheduler.config", Kind.VALUE, optional=True),
 )
 
-#: Requests that a scheduler queues at least, and for each that it runs (all releases).
+#: Requests that a scheduler queues at least, and for each that it runs.
 _QUEUED_AT_LEAST = 32
 _QUEUED_PER_SLOT = 4
 

@@ -152,7 +152,6 @@ def give_back(self, model: str, engine: Any) -> None:
 PLACES = Recipe(
     "hooks.places",
     drop=("SCHEDULER", "NEEDS", "_FEWEST", "_pacing", "is_taken", "apply"),
-    text={", as stock has it": "", " (all releases)": ""},
 )
 
 #: `own` of ours reads what the leases have noted.
