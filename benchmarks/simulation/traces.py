@@ -175,13 +175,14 @@ def overlap(
     clients: int = 2,
     swap_s: float = 10.0,
     models: str = "AB",
+    slots: int = 8,
 ) -> Result:
     """Clients that keep the first model in use without a gap, and others now and then.
 
     Each of ``clients`` on the first model sends again the moment it is answered; every
     other model gets a request every few minutes. Only the waits of the latter count.
     """
-    sim = make(policy, models, seed=seed, swap_s=swap_s)
+    sim = make(policy, models, seed=seed, swap_s=swap_s, slots=slots)
     r = random.Random(seed)
     services: list[float] = []
     others: list[Request] = []

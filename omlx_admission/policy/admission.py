@@ -80,6 +80,7 @@ class AdmissionPolicy(Schedule):
         super().__init__(dials, estimates)
         self.gated: frozenset[str] = frozenset()
         self.paced: frozenset[str] = frozenset()
+        self._in_turn: tuple[Target, ...] = ()
         self._released_at: dict[str, float] = {}
         self.wake_at: float | None = None
         self._latest = 0.0
@@ -198,6 +199,8 @@ class AdmissionPolicy(Schedule):
         self._latest = max(self._latest, now)
         actions: list[Action] = []
         self.linger.observe(view, now)
+        for target in self._in_turn:
+            self.queues.served(target, now)
         self._marked &= view.models.keys()  # whoever left memory took its mark along
         for known in (self.loaded_at, self.spared_until, self.busy_since):
             for gone in known.keys() - view.models.keys():
@@ -220,11 +223,12 @@ class AdmissionPolicy(Schedule):
         self._unmark_spared(actions)
         # A swap begun above changes who is overdue and whose gate is closed.
         self.gated = self._closed_models(view, self.overdue(view, now), now)
-        self.paced = frozenset(
-            t.model
+        self._in_turn = tuple(
+            t
             for t in self.targets
             if t in view.ready and t.model not in self.gated and not self.is_loading(t)
         )
+        self.paced = frozenset(t.model for t in self._in_turn)
         for name in self._released_at.keys() - self.paced:
             del self._released_at[name]
         self.wake_at = self._next_wake(view, now)
@@ -279,8 +283,6 @@ class AdmissionPolicy(Schedule):
             if target.model in closed:
                 continue
             view = self._grant(target, view, actions)
-            if target in self.queues:
-                self.queues.served(target, now)
         return view
 
     def _grant(self, target: Target, view: PoolView, actions: list[Action]) -> PoolView:

@@ -142,11 +142,12 @@ class Queues:
         return self._order
 
     def served(self, target: Target, now: float) -> None:
-        """The model of ``target`` serves those who wait, in turn."""
-        queue = self._queues[target]
-        queue.since = queue.served_at = now
-        queue.due_by = _NEVER
-        self._order = None
+        """The model of ``target`` has served those who wait, in turn, until ``now``."""
+        queue = self._queues.get(target)
+        if queue is not None:
+            queue.since = queue.served_at = now
+            queue.due_by = _NEVER
+            self._order = None
 
     def demand(self, target: Target, now: float) -> Demand | None:
         """What is remembered of those who waited for ``target`` lately, if anything."""
