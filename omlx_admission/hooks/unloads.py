@@ -292,13 +292,15 @@ async def _cut(errand: Errand, leave: Leave, may_go: Callable[[], bool]) -> None
     await leave.wait(lambda: may_go() or not hold(), loop.time() + _LEAVE_S, None)
     await unload_modes.abort(errand.engine, errand.model)
     await leave.wait(may_go, loop.time() + _LEAVE_S, None)
-    await leave.wait(lambda: not _runs(errand), loop.time() + _CUT_S, None)
+    await leave.wait(lambda: not _runs(errand, leave), loop.time() + _CUT_S, None)
 
 
-def _runs(errand: Errand) -> bool:
-    """Whether the engine works, whoever has been handed it."""
+def _runs(errand: Errand, leave: Leave) -> bool:
+    """Whether the engine works, whoever has been handed it, or is being torn down."""
+    if leave.tearing_down or errand.model in unloading_models(errand.pool):
+        return True
     if _gone(errand):
-        return errand.model in unloading_models(errand.pool)
+        return False
     works = getattr(errand.pool, "_entry_has_scheduler_work", None)
     try:
         if works is not None and getattr(errand.engine, "_engine", None) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,17 +178,19 @@ class Cut:
     """An answer that is read until something of it is there, and then to its end."""
 
     def __init__(self, server: Server, route: str, stream: bool) -> None:
-        self.route, self.stream = route, stream
+        self.route, self.stream, self.model = route, stream, "a"
         self.status, self.text = 0, ""
         self.begun = asyncio.Event()
         self._url = server.url + route
         limit = "max_output_tokens" if route == "/v1/responses" else "max_tokens"
-        self._body = {**ROUTES[route], "model": "a", "stream": stream, limit: 50 * LONG}
+        self._body = {**ROUTES[route], "stream": stream, limit: 50 * LONG}
 
     async def read(self) -> Cut:
         async with (
             httpx.AsyncClient(timeout=60, **LOCAL) as http,
-            http.stream("POST", self._url, json=self._body) as response,
+            http.stream(
+                "POST", self._url, json={**self._body, "model": self.model}
+            ) as response,
         ):
             self.status = response.status_code
             async for text in response.aiter_text():
@@ -237,7 +239,10 @@ class Cut:
         assert "unloaded by hand" in error["message"]
 
 
-@pytest.mark.parametrize("door", ["/v1/models/a/unload", "/admin/api/models/a/unload"])
+DOORS = ["/v1/models/a/unload", "/admin/api/models/a/unload"]
+
+
+@pytest.mark.parametrize("door", DOORS)
 def test_c20_c21_now_ends_every_answer_with_an_error_of_its_route(
     server: Server, log: Log, door: str
 ) -> None:
@@ -405,3 +410,78 @@ def test_b19_a_reload_of_the_models_leaves_no_engine_behind(server: Server, log:
     # What the pool counts is what is there: no engine is left that no entry knows.
     counted = sum(SIZES[m] for m in status["loaded_models"])
     assert status["model_memory_used"] == pytest.approx(counted * 1.05, rel=0.05)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_c22_now_acts_while_another_model_loads(
+    omlx: Omlx, models: Path, tmp_path: Path, door: str
+) -> None:
+    """The load of D does not end before all that is looked at has happened."""
+    loads = tmp_path / "loads"
+    settings = {"auth": {"skip_api_key_verification": True}}
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "settings.json").write_text(json.dumps(settings))
+    plan = {"hang": {"d": "await"}, "hang_until": str(loads)}
+    extra = {"python": omlx.python} if omlx.python else {}
+    with Server(
+        models, tmp_path / "base", patched=True, source=omlx.source, plan=plan, **extra
+    ) as server:
+        client = Client(server.url)
+        cut = Cut(server, "/v1/messages", stream=True)
+
+        async def scenario() -> tuple[httpx.Response | None, Answer, Answer]:
+            await client.chat("a")
+            async with asyncio.TaskGroup() as group:
+                reading = group.create_task(cut.read())
+                await cut.begun.wait()
+                for_d = group.create_task(client.chat("d"))
+                await until(lambda: "swapping to 'd'" in server.log)
+                unload = await call(server, "POST", f"{door}?mode=now")
+                await reading
+                late = group.create_task(client.chat("a"))
+                assert not for_d.done()
+                loads.touch()
+            return unload, for_d.result(), late.result()
+
+        unload, for_d, late = asyncio.run(scenario())
+    assert unload is not None
+    assert (unload.status_code, unload.json()["status"]) == (200, "ok")
+    cut.assert_is_an_error()
+    assert for_d.ok, for_d
+    assert late.ok, late
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Look until it holds; fails after a time that no machine takes."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - another process tells
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.usefixtures("real")
+def test_p3_two_reloads_at_once_leave_no_engine_behind(server: Server, log: Log) -> None:
+    """The stream does not end within the budget of the reloads."""
+    cut = Cut(server, "/v1/messages", stream=True)
+    cut.model = "d"
+    client = Client(server.url)
+    hasty = {"X-OMLX-Max-Wait": "1"}
+
+    async def scenario() -> tuple[list[Any], Answer, Any]:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cut.read())
+            await cut.begun.wait()
+            reloads = [
+                group.create_task(call(server, "POST", "/admin/api/reload", headers=hasty))
+                for _ in range(2)
+            ]
+        after = await client.chat("a")
+        status = (await client.get("/api/status"))[1]
+        return [r.result() for r in reloads], after, status
+
+    reloads, after, status = asyncio.run(scenario())
+    assert [r.status_code for r in reloads] == [200, 200]
+    cut.assert_is_an_error()
+    assert after.ok, after
+    assert status["loaded_models"] == ["a"]
+    assert status["model_memory_used"] == pytest.approx(SIZES["a"] * 1.05, rel=0.05)
+    assert len(re.findall(r"Unloading model: d\b", log.text)) == 1

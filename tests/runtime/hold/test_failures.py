@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from omlx_admission.runtime import request as requests
 from omlx_admission.runtime import stream_hold
 from omlx_admission.runtime.refusal import Refusal
 from omlx_admission.runtime.stream_hold import Keepalive, Rule
@@ -203,3 +204,32 @@ def test_a_fault_in_asking_for_keepalives_costs_nothing(
     assert caplog.text.count("cannot be kept alive") == 1
     end(exchange, waiter)
     assert exchange.text == "data: 1\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("path", FORMS)
+@pytest.mark.parametrize("stage", ["it waits", "it answers"])
+def test_a_stream_that_is_ended_from_outside_gets_the_event(
+    loop: VirtualLoop, waiter: Waiter, path: str, stage: str
+) -> None:
+    part = b'data: {"part": 1}\n\n'
+
+    async def endless(send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [*SSE]})
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+        await asyncio.Event().wait()
+
+    waiter.answer = endless
+    exchange = Exchange(loop, waiter, path)
+    loop.advance(AFTER)
+    if stage == "it answers":
+        waiter.go.set()
+        loop.turn()
+    (request,) = requests.live
+    request.cut.end_with(BUSY)
+    loop.turn()
+    assert exchange.task.done()
+    assert exchange.status == 200
+    assert exchange.closed
+    assert (part.decode() in exchange.text) is (stage == "it answers")
+    error = FORMS[path](exchange.text.replace(part.decode(), ""))
+    assert error["message"] == BUSY.message
