@@ -5,7 +5,7 @@ requests. Up to 0.6.3 nobody looks at that mark again unless a lease is released
 after the engine's own queues are empty, or the pressure comes back: since 0.6.2
 every later request is refused, before it every later request is told to end. From
 0.7.x on oMLX follows its mark itself (its change #3547); a second follower does no
-harm there, both act under the lock.
+harm there: one joins the other's unload.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def _follow(pool: Any, port: OmlxPool, model: str) -> None:
             if _pointless(pool, entry):
                 _withdraw(pool, model, entry)
                 return
-            async with pool._lock:
+            async with resident.lock_of(pool):
                 if _is_marked(pool, model) and not await pool._unload_pending_if_idle_locked(
                     model
                 ):

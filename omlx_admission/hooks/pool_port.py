@@ -259,7 +259,7 @@ class OmlxPool:
             # plan with it until it has.
             unloading=unloading
             or bool(entry.pending_unload_reason and not drains_for_us(entry)),
-            last_used=entry.last_access,
+            last_used=self._last_used(model_id, entry),
             places=places(entry.engine),
             most=most(entry.engine),
             group=self._group(model_id, entry),
@@ -274,6 +274,11 @@ class OmlxPool:
 
     def _is_exclusive(self, target: Target) -> bool:
         return _wants_dflash(target) and self._fell_back.get(target.model) != target
+
+    def _last_used(self, model_id: str, entry: Any) -> float:
+        """By ``time.monotonic``; converted where we were not asked for the model (C18)."""
+        used = state_of(self._pool).used.get(model_id)
+        return time.monotonic() - (time.time() - entry.last_access) if used is None else used
 
     def _resident_size(self, entry: Any) -> int:
         resident_size = getattr(self._pool, "_entry_resident_size", None)
@@ -325,6 +330,7 @@ class OmlxPool:
         engine = entry.engine
         pool._validate_llm_engine_ready(target.model, engine)
         entry.last_access = time.time()
+        state_of(pool).used[target.model] = time.monotonic()
         entry.in_use += leases
         return engine
 

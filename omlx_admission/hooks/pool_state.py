@@ -50,6 +50,8 @@ class PoolState:
             ``time.monotonic``.
         reloading: set at the end of a change of the model folders that goes on now;
             until then no load of ours begins.
+        used: when a loaded model was handed out or given back last, by
+            ``time.monotonic``: the pool's own times go back with the clock of the wall.
         unnamed: by model, leases on its engine that callers outside of requests took.
         lapsed: by model, such leases whose engine is gone and that are not released yet.
     """
@@ -62,6 +64,7 @@ class PoolState:
         "reloading",
         "unloading",
         "unnamed",
+        "used",
         "verified",
     )
 
@@ -73,6 +76,7 @@ class PoolState:
         self.dead: dict[str, float] = {}
         self.reloading: asyncio.Event | None = None
         self.unnamed: dict[str, int] = {}
+        self.used: dict[str, float] = {}
         self.lapsed: dict[str, int] = {}
 
     def changed(self) -> None:

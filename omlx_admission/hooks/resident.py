@@ -8,13 +8,14 @@ the same natively (its ``_acquire_loaded_engine``), and there this stands aside.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from omlx_admission.hooks import books, dead, engines, faults, holding, places
+from omlx_admission.hooks import books, dead, engines, faults, holding, places, unlocked
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
@@ -142,6 +143,8 @@ NEEDS = (
     UNLOAD_PENDING,
     *holding.NEEDS,
     *engines.NEEDS,
+    *unlocked.NEEDS,
+    ENFORCER,
     *SERVED,
     *ENTRY,
 )
@@ -168,6 +171,9 @@ LEASE_NATIVE = (
 RELEASE_TASK = "_release_engine_lease"
 
 _vlm_engine: type | None = None
+
+#: Teardowns are marked: :func:`unload` is in place.
+_marks = False
 
 
 def ready_engine(
@@ -282,6 +288,7 @@ def hand_out(
     """Book the hand-out of a ready engine, in the step that found it ready."""
     entry = pool._entries[model_id]
     entry.last_access = time.time()
+    state_of(pool).used[model_id] = time.monotonic()
     books.note(pool, entry.engine, model_id, lease, force_lm, settings)
     if lease:
         entry.in_use += 1
@@ -314,9 +321,11 @@ def give_back(pool: Any, model_id: str, held: Callable[[], Any] | None) -> None:
     entry = pool._entries.get(model_id)
     if entry is None:
         return
+    state = state_of(pool)
+    if entry.engine is not None:
+        state.used[model_id] = time.monotonic()
     if entry.pending_unload_reason and not marked_by_us(entry):
         _unload_pending_soon(pool, model_id)
-    state = state_of(pool)
     leave = state.leaving.get(model_id)
     if leave is not None:
         leave.moved()
@@ -325,11 +334,19 @@ def give_back(pool: Any, model_id: str, held: Callable[[], Any] | None) -> None:
         admission.released(model_id)
 
 
+def lock_of(pool: Any) -> contextlib.AbstractAsyncContextManager[Any]:
+    """What an unload of an idle model has to hold: nothing, where teardowns are marked.
+
+    It finds the model idle and marks it in one step, and who has the lock joins it.
+    """
+    return contextlib.nullcontext() if _marks else pool._lock
+
+
 def _unload_pending_soon(pool: Any, model_id: str) -> None:
     """Stock unloads a drained, marked model inside the release; do it in a task."""
 
     async def unload() -> None:
-        async with pool._lock:
+        async with lock_of(pool):
             await pool._unload_pending_if_idle_locked(model_id)
 
     task = asyncio.get_running_loop().create_task(
@@ -417,24 +434,12 @@ async def get_engine_past_teardown(wrapped: Any, pool: Any, args: Any, kwargs: A
 
 
 async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
-    """Give a lease back without the lock, unless oMLX itself wants the model unloaded.
+    """Give a lease back without the lock, also where oMLX wants the model unloaded.
 
-    Then stock's own release decides under the lock, as it always did.
+    Stock's own release unloads it then, and the answer that has ended waits for the lock.
     """
     model_id = args[0] if args else kwargs["model_id"]
-    held = holding.released(model_id)
-    entry = pool._entries.get(model_id)
-    if entry is not None and entry.pending_unload_reason and not marked_by_us(entry):
-        try:
-            if books.counts(pool, model_id, held):
-                return await wrapped(*args, **kwargs)
-        finally:
-            admission = state_of(pool).admission
-            if admission is not None:
-                admission.released(model_id)
-        return None
-    give_back(pool, model_id, held)
-    return None
+    give_back(pool, model_id, holding.released(model_id))
 
 
 async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
@@ -449,11 +454,20 @@ async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     entry = pool._entries.get(model_id)
     if entry is None or entry.engine is None:
         return await wrapped(*args, **kwargs)
+    if entry.in_use > 0 and is_enforcer(pool) and lives(entry.engine):
+        # Handed out since the enforcer found it idle: it looks for another one (F11).
+        return None
     state.unloading[model_id] = asyncio.Event()
     return await to_its_end(
         _tear_down(wrapped, pool, model_id, entry, args, kwargs),
         f"admission-unload:{model_id}",
     )
+
+
+def is_enforcer(pool: Any) -> bool:
+    """Whether the memory enforcer runs now; it unloads only what it has found idle."""
+    task = getattr(pool._process_memory_enforcer, "_task", None)
+    return task is not None and task is asyncio.current_task()
 
 
 async def _tear_down(
@@ -467,6 +481,8 @@ async def _tear_down(
         if entry.engine is not None:
             engines.note_gone(entry.engine, False)
         state = state_of(pool)
+        if entry.engine is None:
+            state.used.pop(model_id, None)
         books.engine_gone(pool, model_id)
         state.unloading.pop(model_id).set()
         state.changed()
@@ -474,13 +490,21 @@ async def _tear_down(
 
 def apply_inner(module: Any, ledger: Ledger) -> None:
     """Wrap what lies below the queue: teardown, release, and the check against both."""
-    global _vlm_engine
+    global _marks, _vlm_engine
     _vlm_engine = getattr(module, "VLMBatchedEngine", None)
     if not isinstance(_vlm_engine, type):
         _vlm_engine = None
     ledger.wrap(module, "EnginePool._unload_engine", unload)
+    _marks = True
+    ledger.on_undo(_marks_end)
+    unlocked.apply(module, ledger)
     ledger.wrap(module, f"EnginePool.{release_name(module)}", release)
     ledger.wrap(module, "EnginePool.get_engine", get_engine_past_teardown)
+
+
+def _marks_end() -> None:
+    global _marks
+    _marks = False
 
 
 def apply_outer(module: Any, ledger: Ledger) -> None:

@@ -205,7 +205,9 @@ def errand_of(pool: Any, model: str) -> Errand | None:
         mode = unload_modes.mode_of(request)
         if mode is Mode.IF_IDLE:
             unload_modes.refuse_unless_idle(pool, request, model)
-    elif model in unloading_models(pool) or not port.in_use(model) or _is_enforcer(pool):
+    elif (
+        model in unloading_models(pool) or not port.in_use(model) or resident.is_enforcer(pool)
+    ):
         # Whoever holds the lock has asked the same a step ago: a drain never waits in it.
         return None
     return Errand(
@@ -224,11 +226,6 @@ def _deadline(request: requests.Request | None, admission: Admission) -> float:
     """When this unload gives up: one budget for all that one request unloads."""
     deadline = asyncio.get_running_loop().time() + admission.budget(request)
     return deadline if request is None else _deadlines.setdefault(request, deadline)
-
-
-def _is_enforcer(pool: Any) -> bool:
-    task = getattr(pool._process_memory_enforcer, "_task", None)
-    return task is not None and task is asyncio.current_task()
 
 
 async def carry_out(errand: Errand, teardown: Callable[[], Awaitable[Any]]) -> Any:

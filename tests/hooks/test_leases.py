@@ -239,6 +239,8 @@ def test_whoever_asks_for_an_unload_is_not_in_its_own_way(
             await unload("a")
         assert house.resident() == set()
         request.end()
+        await until(lambda: house.pool._current_model_memory == 0)
+        await settle()
         house.assert_idle()
 
     run(test)

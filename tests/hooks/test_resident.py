@@ -183,7 +183,9 @@ def test_a_release_obeys_a_mark_that_is_not_ours(make_house: Make) -> None:
         await house.get("a")
         house.pool._mark_pending_unload_locked("a", "hard memory pressure")
         await house.release("a")
+        await until(lambda: house.pool._current_model_memory == 0)
         assert house.resident() == set()
+        await settle()
         house.assert_idle()
 
     run(test)

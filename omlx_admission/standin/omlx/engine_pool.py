@@ -825,7 +825,7 @@ class EnginePool:
                     evicted = True
                 elif not reclaimed:
                     reclaimed = True
-                    await self._reclaim_pooled_buffers(exclude_model_id)
+                    await self._reclaim_pooled_buffers_for_prefill(exclude_model_id, "")
                 else:
                     return evicted
             return evicted or reclaimed
@@ -842,7 +842,7 @@ class EnginePool:
         ]
         return min(idle)[1] if idle else None
 
-    async def _reclaim_pooled_buffers(self, model_id: str) -> None:
+    async def _reclaim_pooled_buffers_for_prefill(self, model_id: str, request_id: str) -> None:
         entry = self._entries.get(model_id)
         core = getattr(getattr(entry and entry.engine, "_engine", None), "engine", None)
         executor = getattr(core, "_mlx_executor", None)
