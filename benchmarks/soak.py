@@ -1,10 +1,9 @@
-"""Long runs: ``python -m benchmarks.soak limit|swaps|rounds [--omlx-src DIR]``.
+"""Long runs: ``python -m benchmarks.soak [mix|limit|rounds] [--omlx-src DIR]``.
 
-``limit``: five models, five requests at once, at most two models loaded or loading
-at any instant. ``swaps``: room for one of three models, two clients a model, random
-disconnects, one model whose load fails. ``rounds``: hand-outs against evictions for
-each kind of engine, see :mod:`benchmarks.rounds`. All end with a non-zero status where
-a promise was broken.
+``mix``, the default: everything at once on a server, see :mod:`benchmarks.mix`.
+``limit``: five models, five requests at once, at most two models loaded or loading at any
+instant. ``rounds``: hand-outs against evictions for each kind of engine, see
+:mod:`benchmarks.rounds`. All end with a non-zero status where a promise was broken.
 """
 
 from __future__ import annotations
@@ -13,18 +12,16 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 
+from benchmarks import mix
 from benchmarks.arguments import checkout
 from omlx_admission import standin
 from omlx_admission.standin import tinymodels
@@ -80,67 +77,6 @@ async def limit(server: Server, rounds: int, most: int) -> list[str]:
     return broken
 
 
-async def swaps(server: Server, seconds: float, seed: int) -> list[str]:
-    """What was broken of: only the failing model fails, and nothing is left afterwards."""
-    client = Client(server.url)
-    chance = random.Random(seed)
-    outcomes: dict[str, Counter[str]] = {m: Counter() for m in "abc"}
-    end = time.monotonic() + seconds
-
-    async def agent(model: str) -> None:
-        while time.monotonic() < end:
-            leave = chance.uniform(0.05, 3.0) if chance.random() < 0.3 else None
-            answer = await client.chat(
-                model,
-                tokens=chance.choice((1, 20, 200)),
-                stream=chance.random() < 0.5,
-                hang_up_after=leave,
-            )
-            outcome = "left" if answer.error == "hung up" else str(answer.status)
-            if answer.status == 200 and not answer.ok:
-                outcome = "cut"
-            outcomes[model][outcome] += 1
-            await asyncio.sleep(chance.uniform(0.0, 0.5))
-
-    await asyncio.gather(*(agent(m) for m in "abc" for _ in range(2)))
-    await asyncio.sleep(3.0)
-    status = (await client.get("/api/status"))[1]
-    code, admission = await client.get("/admission/status")
-    for model, counted in outcomes.items():
-        print(f"{model}: {dict(counted)}")
-    print(f"swaps: {server.log.count('resident after')}, at rest: {status['loaded_models']}")
-    broken = []
-    for model in "ab":
-        wrong = set(outcomes[model]) - {"200", "left", "503"}
-        if wrong:
-            broken.append(f"{model}: {', '.join(sorted(wrong))}")
-    if set(outcomes["c"]) - {"409", "left", "503"}:
-        broken.append(f"the failing model answered {dict(outcomes['c'])}")
-    if "Traceback" in server.log.replace("the plan says", "") and "admission" in _traces(
-        server
-    ):
-        broken.append("a traceback of ours in the log")
-    if code == 200:
-        broken += _leftovers(admission)
-    return broken
-
-
-def _traces(server: Server) -> str:
-    lines = server.log.splitlines()
-    return "\n".join(line for line in lines if "omlx_admission/" in line and "demo" not in line)
-
-
-def _leftovers(status: Any) -> list[str]:
-    """K8 as the status document tells it."""
-    left = []
-    if status["queue"]["waiting"]:
-        left.append(f"{status['queue']['waiting']} waiters left")
-    for model in status["models"]:
-        if model.get("leases"):
-            left.append(f"{model['leases']} leases of {model['id']} left")
-    return left
-
-
 def rounds(options: argparse.Namespace, root: Path) -> list[str]:
     """What was broken of the rounds of each kind of engine, in a process of its own each."""
     broken = []
@@ -176,43 +112,56 @@ def rounds(options: argparse.Namespace, root: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; 1 where something was broken."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.add_argument("what", choices=("limit", "swaps", "rounds"))
+    parser.add_argument("what", nargs="?", choices=("mix", "limit", "rounds"), default="mix")
     parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
     parser.add_argument("--omlx-python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of mix")
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log", type=Path, help="where the server's log is to be kept")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        if arguments.what == "rounds":
-            return _report(rounds(arguments, root))
-        counted = 300_000_000 if arguments.what == "limit" else 1_650_000_000
-        for seed, name in enumerate("abcde" if arguments.what == "limit" else "abc"):
-            tinymodels.make_text_model(
-                root / "models", name=name, counted_bytes=counted, seed=seed
-            )
-        environment = {"OMLX_ADMISSION_MAX_MODELS": "2"} if arguments.what == "limit" else {}
-        failing = [] if arguments.what == "limit" else ["c"]
-        with Server(
-            root / "models",
-            root / "base",
-            patched=True,
-            source=arguments.omlx_src,
-            python=arguments.omlx_python,
-            plan={"load_s": 0.02 if arguments.what == "limit" else 0.3, "failing": failing},
-            environment=environment,
+        match arguments.what:
+            case "rounds":
+                return _report(rounds(arguments, root))
+            case "limit":
+                return _report(_limited(arguments, root))
+        models = mix.make_models(root / "models")
+        with mix.server(
+            models, root / "base", arguments.omlx_src, arguments.omlx_python
         ) as server:
-            if arguments.what == "limit":
-                broken = asyncio.run(limit(server, arguments.rounds, 2))
-            else:
-                broken = asyncio.run(swaps(server, arguments.seconds, arguments.seed))
-    return _report(broken)
+            run = mix.Mix(server, arguments.seed)
+            try:
+                asyncio.run(run.run(60.0 * arguments.minutes))
+            finally:
+                if arguments.log:
+                    arguments.log.write_text(server.log)
+    return _report(run.broken)
+
+
+def _limited(options: argparse.Namespace, root: Path) -> list[str]:
+    for seed, name in enumerate("abcde"):
+        tinymodels.make_text_model(
+            root / "models", name=name, counted_bytes=300_000_000, seed=seed
+        )
+    with Server(
+        root / "models",
+        root / "base",
+        patched=True,
+        source=options.omlx_src,
+        python=options.omlx_python,
+        plan={"load_s": 0.02},
+        environment={"OMLX_ADMISSION_MAX_MODELS": "2"},
+    ) as server:
+        return asyncio.run(limit(server, options.rounds, 2))
 
 
 def _report(broken: list[str]) -> int:
     for line in broken[:20]:
         print(f"BROKEN: {line}")
+    if len(broken) > 20:
+        print(f"and {len(broken) - 20} more")
     return int(bool(broken))
 
 

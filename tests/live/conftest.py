@@ -94,7 +94,11 @@ def serve(omlx: Omlx, models: Path, tmp_path: Path) -> Iterator[Callable[..., Se
         wanted = env.pop("OMLX_ADMISSION", "1") == "1"
         if omlx.native and not wanted:
             env["OMLX_ADMISSION_QUEUE"] = "0"
-        more: dict[str, object] = {"hang_until": str(tmp_path / "hangs-end")}
+        more: dict[str, object] = {
+            "hang_until": str(tmp_path / "hangs-end"),
+            # As many as a process of macOS may open at first.
+            "descriptors": 256,
+        }
         if ceiling_gb is not None:
             more["static_gb"] = STATIC_GB
         server = Server(

@@ -24,6 +24,8 @@ is none.
 ``fault_file``: a file; while it is there, steps of all engines raise, and so does the
 clean-up after one, which is what a GPU fault does to them.
 
+``descriptors``: most files and sockets that the server may have open at once.
+
 ``keepalive_s``: interval of oMLX's keep-alives on streams, which no option of oMLX's sets.
 
 ``pretend_audio``: audio engines load nothing and answer something made up: no tiny model
@@ -37,6 +39,7 @@ import importlib
 import inspect
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -230,6 +233,9 @@ def main() -> None:
 
     _startup.main()
     slow_down(plan)
+    if "descriptors" in plan:
+        most, hard = int(plan["descriptors"]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     from omlx.cli import main as serve
 
     serve()
