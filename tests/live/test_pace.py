@@ -26,7 +26,13 @@ def test_c2_a_burst_behind_a_swap_is_answered_whole_and_in_order(
     serve: Serve, burst: int
 ) -> None:
     """oMLX's engine takes 40 and then breaks answers that are under way already."""
-    server = serve(load_s=0.5, OMLX_ADMISSION_MAX_WAIT_S="250", OMLX_ADMISSION_MAX_AGE_S="0")
+    server = serve(
+        load_s=0.5,
+        # The libraries that oMLX loads raise it to this.
+        plan={"descriptors": 2048},
+        OMLX_ADMISSION_MAX_WAIT_S="250",
+        OMLX_ADMISSION_MAX_AGE_S="0",
+    )
     client = Client(server.url, timeout=280)
 
     async def scenario() -> list[Answer]:
