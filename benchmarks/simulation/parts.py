@@ -80,6 +80,8 @@ class Model:
     mark: Mark | None = None
     last_used: float = 0.0
     places: int | None = None
+    resting: float = 0.0
+    read: int = 0
 
     @property
     def busy(self) -> bool:

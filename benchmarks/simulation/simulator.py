@@ -203,8 +203,17 @@ class Simulator:
         if current is None or current is not job:
             return
         result = self.load_result(current.target.model)
-        if result != "hang":
+        if result == "hang":
+            self._rest(current, self.now)
+        else:
             self.world.end_load(result)
+
+    def _rest(self, job: LoadJob, since: float) -> None:
+        """Nothing works for this load any more; somebody looks at it every second."""
+        if self.world.job is job and not self.world.closing:
+            self.world.models[job.target.model].resting = self.now - since
+            self.world.step()
+            self.at(self.now + 1.0, lambda: self._rest(job, since))
 
     def _cancel_load(self, job: LoadJob) -> None:
         def cancel() -> None:
@@ -238,7 +247,7 @@ class Simulator:
         if job is not None and job.stage != "loading" and job.unload is None:
             # The load task runs in a later turn of the loop.
             self.at(self.now, self._advance_load)
-        wake = world.policy.wake_at if world.policy.active else None
+        wake = world.policy.wake_at if world.policy.active and not world.closing else None
         if self._polls and world.policy.active:
             poll = self.now + SAFETY_POLL_S
             wake = poll if wake is None else min(wake, poll)

@@ -110,8 +110,10 @@ class World:
                 m.loading,
                 m.unloading,
                 m.last_used,
-                m.places,
+                places=m.places,
                 group=m.exclusive,
+                resting=m.resting,
+                read=m.read,
             )
         committed = tracked + self.hard_residue
         return PoolView(
@@ -368,6 +370,7 @@ class World:
         assert job is not None
         if job.stage == "loading":
             self.models[job.target.model].loading = False
+            self.models[job.target.model].resting = 0.0
         self._refused()
 
     def set_ceiling(self, ceiling: int) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from omlx_admission.hooks import gpu_hold
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.runtime import load_work
 from omlx_admission.runtime.gpu_turn import TurnTimeout
 
 logger = logging.getLogger("omlx.admission")
@@ -168,7 +169,7 @@ def _free(function: Any, name: str) -> Any:
 
 class Executors:
     """Layers round the jobs of the global executor, shared by the features that need them,
-    and a way past it.
+    a way past it, and whose load they belong to.
 
     The executor object stays oMLX's own, with one instance attribute more, so that its
     replacement or shutdown by oMLX works as ever.
@@ -194,33 +195,42 @@ class Executors:
         if not self._layers and self._route is None:
             ledger.wrap(module, "get_mlx_executor", self._get)
             if module._global_mlx_executor is not None:
-                self._prepare(module._global_mlx_executor)
-        ledger.on_undo(self._undo)
+                self.prepare(module._global_mlx_executor)
+        ledger.on_undo(self.undo)
 
     def _get(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
         executor = wrapped(*args, **kwargs)
-        self._prepare(executor)
+        self.prepare(executor)
         return executor
 
-    def _prepare(self, executor: Any) -> None:
+    def prepare(self, executor: Any) -> bool:
+        """See to it that the jobs of ``executor`` pass here; whether they do."""
         if not isinstance(executor, concurrent.futures.ThreadPoolExecutor):
-            return
+            return False
+        if executor in self._changed:
+            return True
         if "submit" in vars(executor):
-            return
+            return False
         stock = executor.submit
 
         def submit(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if self._route is not None:
-                elsewhere = self._route(stock, function, args, kwargs)
-                if elsewhere is not None:
-                    return elsewhere
-            job = recognise(function)
-            if job is None or not self._layers:
-                return stock(function, *args, **kwargs)
-            return stock(self._run, job, function, args, kwargs)
+            future = self._submit(stock, function, args, kwargs)
+            load_work.note(future)
+            return future
 
         executor.submit = submit  # type: ignore[method-assign]
         self._changed.append(executor)
+        return True
+
+    def _submit(self, stock: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        if self._route is not None:
+            elsewhere = self._route(stock, function, args, kwargs)
+            if elsewhere is not None:
+                return elsewhere
+        job = recognise(function) if self._layers else None
+        if job is None:
+            return stock(function, *args, **kwargs)
+        return stock(self._run, job, function, args, kwargs)
 
     def _run(self, job: Job, function: Any, args: Any, kwargs: Any) -> Any:
         call = functools.partial(function, *args, **kwargs)
@@ -228,9 +238,16 @@ class Executors:
             call = functools.partial(layer, job, call)
         return call()
 
-    def _undo(self) -> None:
+    def undo(self) -> None:
+        """Neither layers nor a way past it any more."""
         self._layers.clear()
         self._route = None
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave every executor as it was, unless layers or the way past it need it."""
+        if self._layers or self._route is not None:
+            return
         for executor in self._changed:
             vars(executor).pop("submit", None)
         self._changed.clear()

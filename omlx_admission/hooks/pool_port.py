@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from omlx_admission.hooks import books, dead, resident
+from omlx_admission.hooks import books, dead, gpu_jobs, resident
 from omlx_admission.hooks import ceiling as ceilings
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
@@ -26,6 +27,7 @@ from omlx_admission.hooks.pool_state import (
 )
 from omlx_admission.policy.model import ModelView, PoolView, Target
 from omlx_admission.policy.planner import too_large_now
+from omlx_admission.runtime.load_work import LoadWork
 from omlx_admission.runtime.port import Ask
 from omlx_admission.runtime.refusal import Refusal
 
@@ -143,6 +145,8 @@ class OmlxPool:
         self._loading: dict[str, Target] = {}
         self._fell_back: dict[str, Target] = {}
         self._extras: dict[str, tuple[object, int]] = {}
+        #: The last load of each model, by whomever it was asked for.
+        self._works: weakref.WeakValueDictionary[str, LoadWork] = weakref.WeakValueDictionary()
 
     # -- questions ----------------------------------------------------------
 
@@ -170,8 +174,7 @@ class OmlxPool:
             entry = copy.copy(entry)
             entry.runtime_estimated_size = None
         size = self._resident_size(entry)
-        distributed = getattr(pool, "_distributed_deployment_for_entry", None)
-        if distributed is not None and distributed(entry) is not None:
+        if self._is_distributed(entry):
             return size
         text_only = getattr(entry, "text_only_size", None)
         if text_only and (arguments.get("force_lm") or entry.engine_type == "batched"):
@@ -247,6 +250,7 @@ class OmlxPool:
         )
 
     def _model_view(self, model_id: str, entry: Any, unloading: bool) -> ModelView:
+        work = self._works.get(model_id) if entry.is_loading else None
         return ModelView(
             model=model_id,
             size=self._resident_size(entry),
@@ -263,6 +267,9 @@ class OmlxPool:
             places=places(entry.engine),
             most=most(entry.engine),
             group=self._group(model_id, entry),
+            # A load that waits for another one's teardown has nothing on its thread.
+            resting=work.resting() if work and not unloading_models(self._pool) else 0.0,
+            read=max(0, self._used() - work.used) if work else 0,
         )
 
     def _group(self, model_id: str, entry: Any) -> str | None:
@@ -279,6 +286,14 @@ class OmlxPool:
         """By ``time.monotonic``; converted where we were not asked for the model (C18)."""
         used = state_of(self._pool).used.get(model_id)
         return time.monotonic() - (time.time() - entry.last_access) if used is None else used
+
+    def _used(self) -> int:
+        module = self._module
+        return max(int(module.mx.get_active_memory()), int(module.get_phys_footprint()))
+
+    def _is_distributed(self, entry: Any) -> bool:
+        distributed = getattr(self._pool, "_distributed_deployment_for_entry", None)
+        return distributed is not None and distributed(entry) is not None
 
     def _resident_size(self, entry: Any) -> int:
         resident_size = getattr(self._pool, "_entry_resident_size", None)
@@ -392,6 +407,14 @@ class OmlxPool:
             self._fell_back[model] = ask.target
         elif self._fell_back.get(model) == ask.target:
             del self._fell_back[model]
+
+    def work_of(self, model: str) -> LoadWork | None:
+        """The work of a load of ``model`` that begins now; None: nobody can tell of it."""
+        if not gpu_jobs.executors.prepare(sys.modules[gpu_jobs.CORE].get_mlx_executor()):
+            return None
+        elsewhere = self._is_distributed(self._pool._entries[model])
+        work = self._works[model] = LoadWork(self._used(), elsewhere=elsewhere)
+        return work
 
     async def _make_places(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
         """Stock evicts for bytes only: first evict what has to leave for another reason.

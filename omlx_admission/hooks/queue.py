@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ from omlx_admission.hooks import (
     errors,
     exceptions,
     faults,
+    gpu_jobs,
     holding,
     kinds,
     pending,
@@ -49,6 +51,8 @@ NEEDS = (
     Need(POOL, "EnginePool._find_lru_victim", Kind.SYNC, returns=("str | None",)),
     Need(POOL, "_find_lru_victim", Kind.USED),
     Need(POOL, "EnginePool._load_engine", Kind.ASYNC),
+    # Whose jobs tell whether a load is at work.
+    gpu_jobs.EXECUTOR,
     Need(POOL, "VLMBatchedEngine", Kind.NAME),
     Need(
         POOL,
@@ -241,12 +245,25 @@ class QueueHooks:
 
     @staticmethod
     async def load(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
-        """Tell the queue when a load ends that it did not start itself."""
-        books.engine_gone(pool, args[0] if args else kwargs["model_id"])
+        """Note what the load has on its thread, and tell the queue when it ends.
+
+        It may be a load that the queue did not start itself.
+        """
+        model = args[0] if args else kwargs["model_id"]
+        books.engine_gone(pool, model)
+        state = state_of(pool)
+        port = state.admission.port if state.admission is not None else None
+        work = None
         try:
-            return await wrapped(*args, **kwargs)
+            if isinstance(port, OmlxPool):
+                work = port.work_of(model)
+        except Exception as error:  # noqa: BLE001 - then nobody judges this load
+            faults.note("the watch of a load", error)
+        try:
+            with work or contextlib.nullcontext():
+                return await wrapped(*args, **kwargs)
         finally:
-            state_of(pool).changed()
+            state.changed()
 
     @staticmethod
     async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
@@ -331,6 +348,7 @@ def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) 
     ledger.wrap(module, "EnginePool._mark_pending_unload_locked", pending.mark)
     ledger.wrap(module, "EnginePool.discover_models", hooks.discover)
     ledger.wrap(module, "EnginePool.shutdown", hooks.shutdown)
+    ledger.on_undo(gpu_jobs.executors.let_go)
     if not with_resident:
         ledger.wrap(module, f"EnginePool.{resident.release_name(module)}", hooks.release)
         ledger.wrap(module, "EnginePool._unload_engine", hooks.unload)

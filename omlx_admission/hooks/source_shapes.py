@@ -15,7 +15,13 @@ _HARMLESS_ON_CLASS = _HARMLESS | {"dataclass", "runtime_checkable", "total_order
 #: What our own changes (`patches/`) put round functions that hooks wrap as well: they
 #: keep their names, kinds and parameters.
 _OF_CHANGES = frozenset(
-    {"announced", "leased_for_request", "released_by_request", "remembers_refusal"}
+    {
+        "announced",
+        "leased_for_request",
+        "released_by_request",
+        "remembers_refusal",
+        "watched",
+    }
     | {f"gpu_turn.{name}" for name in ("ahead", "burst", "clean_up", "one_turn", "vision")}
 )
 

@@ -52,7 +52,7 @@ from omlx_admission.policy.model import (
     Waiter,
 )
 from omlx_admission.policy.planner import Plan, PlanKind, after, fits, never_fits
-from omlx_admission.policy.retry import come_back_in, served_in
+from omlx_admission.policy.retry import come_back_in, part_read, served_in
 from omlx_admission.policy.schedule import Schedule
 
 #: So many seconds of an unload that does not end, and the target that waits for
@@ -62,6 +62,10 @@ _PATIENCE_SETTLE_S = 10.0
 #: While room is on its way without an event of ours to announce it (memory that
 #: settles, another tool's unload), look again after this many seconds.
 _SETTLE_POLL_S = 0.05
+
+#: A load that nobody waits for any more, and that has had nothing on the load thread for
+#: so many seconds, is given up. Whatever else a load awaits takes less.
+_QUIET_S = 2.0
 
 _NEVER = float("inf")
 
@@ -98,7 +102,12 @@ class AdmissionPolicy(Schedule):
         self, target: Target, size: int, view: PoolView, now: float, patience: float
     ) -> float:
         """Seconds for ``Retry-After``; ``patience`` is what the client can wait then."""
-        return come_back_in(self.estimate(target, size, view, now), patience)
+        served = self.estimate(target, size, view, now)
+        for load in self.loads:
+            if load.target == target and self.is_late(load, now) and not part_read(load, view):
+                # It may end at any moment: who waits is there then.
+                return min(served, patience / 4)
+        return come_back_in(served, patience)
 
     # -- events -------------------------------------------------------------
 
@@ -219,7 +228,7 @@ class AdmissionPolicy(Schedule):
             self._advance_drain(view, now, actions)
         if self.swap is not None and not self.swap.loading and self.side is None:
             self._load_beside_drain(view, now, actions)
-        self._cancel_hung(now, actions)
+        self._cancel_hung(view, actions)
         self._unmark_spared(actions)
         # A swap begun above changes who is overdue and whose gate is closed.
         self.gated = self._closed_models(view, self.overdue(view, now), now)
@@ -254,7 +263,10 @@ class AdmissionPolicy(Schedule):
         swap = self.swap
         if swap is None or swap.loading:
             return view
-        if swap.target not in self.queues and (
+        if self.side is not None and self.is_late(self.side, now):
+            # What drains for it serves while nobody knows when its turn comes.
+            self.swap = None
+        elif swap.target not in self.queues and (
             now >= self.held_until(swap) or self.overdue(view, now) is not None
         ):
             self.swap = None
@@ -404,11 +416,18 @@ class AdmissionPolicy(Schedule):
                 self._load(self.side, view, now, actions)
                 return
 
-    def _cancel_hung(self, now: float, actions: list[Action]) -> None:
+    def _cancel_hung(self, view: PoolView, actions: list[Action]) -> None:
+        """Give up loads that no thread works for; whoever waits has had their answer.
+
+        However long a load at work takes, it stays: a cancel would free neither its
+        thread nor its memory.
+        """
         for load in self.loads:
-            if not load.cancelled and now >= self.load_limit(load):
+            model = view.models.get(load.target.model)
+            wanted = load.target in self.queues
+            patience = self.dials.budget if wanted else _QUIET_S
+            if model is not None and not load.cancelled and model.resting >= patience:
                 load.cancelled = True
-                self.estimates.gave_up(load.target.model, now - load.load_started)
                 actions.append(CancelLoad(load.target))
 
     def _unmark_spared(self, actions: list[Action]) -> None:
@@ -430,6 +449,8 @@ class AdmissionPolicy(Schedule):
             if load is not None:
                 closed.update(load.victims)
                 later = after(later, load.target, load.size, load.victims)
+        if any(self.is_late(load, now) for load in self.loads):
+            return frozenset(closed)  # nobody knows when the next one's turn comes
         if overdue is not None and (self.swap is None or self.swap.target != overdue):
             keep = set(self.in_turn(overdue, view, now, self.sharing(view)))
             if now < self.queues[overdue].aged_from + self.age_of(overdue):
@@ -441,7 +462,7 @@ class AdmissionPolicy(Schedule):
     def _next_wake(self, view: PoolView, now: float) -> float | None:
         times: list[float] = []
         loads = self.loads
-        times += [self.load_limit(load) for load in loads if not load.cancelled]
+        times += [self.late_at(load) for load in loads]
         if self.swap is not None and not self.swap.loading:
             times.append(self.swap.started + self.dials.drain_limit)
             if self.swap.target not in self.queues:

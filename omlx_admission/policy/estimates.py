@@ -8,11 +8,6 @@ from dataclasses import dataclass, field
 #: the 19.19 GB load in 9.7 s reported in oMLX issue 1970.
 PRIOR_SECONDS_PER_BYTE = 1 / 2e9
 
-#: Seconds per byte of a load that nobody has seen end, before it counts as hanging:
-#: 20 MB/s, a slow disk over the network. Real, it takes hours for a large model, and
-#: would never end if it were cancelled before.
-SLOWEST_SECONDS_PER_BYTE = 1 / 20e6
-
 #: Weight of a new observation. Loads vary with the page cache, so neither the
 #: first (cold) nor the last one alone should decide.
 _WEIGHT = 0.3
@@ -36,17 +31,11 @@ class Estimates:
     _swaps: dict[str, float] = field(default_factory=dict)
     _drains: dict[str, float] = field(default_factory=dict)
     _stays: dict[str, float] = field(default_factory=dict)
-    _given_up: dict[str, float] = field(default_factory=dict)
     _gaps: dict[str, float] = field(default_factory=dict)
 
     def saw_swap(self, model: str, seconds: float) -> None:
         """``model`` was resident ``seconds`` after it was asked for, evictions included."""
-        self._given_up.pop(model, None)
         _blend(self._swaps, model, seconds)
-
-    def gave_up(self, model: str, seconds: float) -> None:
-        """A load of ``model`` was cancelled after ``seconds``, as hanging."""
-        self._given_up[model] = seconds
 
     def saw_drain(self, model: str, seconds: float) -> None:
         """A busy ``model`` took ``seconds`` from the closing of its gate to idle."""
@@ -71,18 +60,6 @@ class Estimates:
     def swap(self, model: str, size: int) -> float:
         """Seconds from idle victims to ``model`` of ``size`` bytes resident."""
         return self._swaps.get(model, _PRIOR_UNLOAD_S + size * self.seconds_per_byte)
-
-    def longest_swap(self, model: str, size: int) -> float:
-        """Seconds that a load of ``model`` may well take, whatever disk it is on.
-
-        Ten times what was seen. After a load that was given up twice as long as that
-        one had: whoever hangs, hangs again, and whoever is slow comes to its end.
-        """
-        patience = 2 * self._given_up.get(model, 0.0)
-        if model in self._swaps:
-            return max(10 * self._swaps[model], patience)
-        slowest = max(10 * self.seconds_per_byte, SLOWEST_SECONDS_PER_BYTE)
-        return max(10 * _PRIOR_UNLOAD_S + size * slowest, patience)
 
     def drain(self, model: str) -> float:
         """Seconds until a busy ``model`` is idle once it takes no new requests."""
@@ -143,10 +120,6 @@ class Dials:
         """
         return 2 * self.budget
 
-    def load_limit(self, longest: float, *, wanted: bool) -> float:
-        """Seconds after which a load that may well take ``longest`` counts as hanging.
-
-        Earlier where nobody waits for it any more. Never at the first delay: a
-        cancelled load may leave its weights behind until its thread returns.
-        """
-        return max(2 * self.budget if wanted else self.budget, longest)
+    def late_after(self, swap: float) -> float:
+        """Seconds after which a load that should take ``swap`` is late."""
+        return 2 * swap + min(5.0, self.budget / 10)

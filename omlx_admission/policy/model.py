@@ -69,9 +69,13 @@ def places_for(slots: int) -> int:
 class ModelView:
     """One model that holds memory, as the pool sees it at this instant.
 
-    ``places`` is how many leases it may hold while requests for it wait; None is
-    without limit. ``most`` is how many its engine takes before it refuses any.
-    ``group`` is the exclusive group of the engine that runs.
+    Attributes:
+        places: how many leases it may hold while requests for it wait; None is without
+            limit.
+        most: how many its engine takes before it refuses any.
+        group: the exclusive group of the engine that runs.
+        resting: seconds for which its load has had nothing on the load thread.
+        read: bytes in use more than when its load began to read, as far as that is known.
     """
 
     model: str
@@ -86,6 +90,8 @@ class ModelView:
     places: int | None = None
     most: int | None = None
     group: str | None = None
+    resting: float = 0.0
+    read: int = 0
 
     @property
     def free(self) -> int | None:
@@ -171,7 +177,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class CancelLoad:
-    """The load of ``target`` hangs: stop waiting for it; report ``load_refused``."""
+    """The load of ``target`` waits for nothing: cancel it; report ``load_refused``."""
 
     target: Target
 

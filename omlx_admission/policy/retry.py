@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from omlx_admission.policy.forecast import Occupant, Turn, served_at
-from omlx_admission.policy.model import PoolView, Target
+from omlx_admission.policy.model import PoolView, Swap, Target
 from omlx_admission.policy.planner import Plan, PlanKind, after, plan
 from omlx_admission.policy.schedule import Schedule
+
+#: Less than this part of a model may be anything: memory of what runs beside the load.
+_TELLING = 0.1
 
 
 def served_in(
@@ -21,12 +24,10 @@ def served_in(
     for load in (schedule.swap, schedule.side):
         if load is None:
             continue
-        swap = schedule.estimates.swap(load.target.model, load.size)
         if load.loading:
-            # One that takes longer than expected is taken to be half done.
-            took = now - load.load_started
-            free_at = max(free_at, now + max(swap - took, took / 2 if took > swap else 0))
+            free_at = max(free_at, now + rest_of(schedule, load, view, now))
         else:
+            swap = schedule.estimates.swap(load.target.model, load.size)
             drain = max((schedule.estimates.drain(v) for v in load.victims), default=0.0)
             # What runs may have outlived drains that were withdrawn before this one.
             began = (schedule.busy_since.get(v, load.started) for v in load.victims)
@@ -54,6 +55,24 @@ def served_in(
             break
     turn_s = schedule.dials.share(schedule.age_for(target, size), waiting)
     return served_at(turns, occupant, free_at, turn_s, schedule.estimates) - now
+
+
+def rest_of(schedule: Schedule, load: Swap, view: PoolView, now: float) -> float:
+    """Seconds until ``load`` has ended: as expected, then by what it has read."""
+    took = now - load.load_started
+    expected = schedule.estimates.swap(load.target.model, load.size) - took
+    if expected > 0:
+        return expected
+    part = part_read(load, view)
+    # What says nothing about itself is taken to be half done.
+    return took * (1 - part) / part if part is not None else took / 2
+
+
+def part_read(load: Swap, view: PoolView) -> float | None:
+    """Which part of itself ``load`` has read; None where memory does not tell."""
+    model = view.models.get(load.target.model)
+    part = model.read / load.size if model is not None and load.size else 0.0
+    return min(part, 1.0) if part >= _TELLING else None
 
 
 def come_back_in(served: float, patience: float) -> float:

@@ -193,8 +193,8 @@ class Schedule:
 
     @property
     def active(self) -> bool:
-        """Whether anything may have to be decided: somebody waits, or a drain goes on."""
-        return self.waiting > 0 or (self.swap is not None and not self.swap.loading)
+        """Whether anything may have to be decided: somebody waits, or a swap goes on."""
+        return self.waiting > 0 or self.swap is not None
 
     def concerns(self, model: str) -> bool:
         """Whether the end of a request of ``model`` may be what somebody waits for now."""
@@ -220,8 +220,11 @@ class Schedule:
         """Whether a load of ours for ``target`` runs."""
         return any(load.target == target for load in self.loads)
 
-    def load_limit(self, load: Swap) -> float:
-        """When ``load`` counts as hanging."""
-        longest = self.estimates.longest_swap(load.target.model, load.size)
-        wanted = load.target in self.queues
-        return load.load_started + self.dials.load_limit(longest, wanted=wanted)
+    def late_at(self, load: Swap) -> float:
+        """From when on ``load`` takes much longer than expected: its end cannot be told."""
+        swap = self.estimates.swap(load.target.model, load.size)
+        return load.load_started + self.dials.late_after(swap)
+
+    def is_late(self, load: Swap, now: float) -> bool:
+        """Whether that is so."""
+        return now >= self.late_at(load)

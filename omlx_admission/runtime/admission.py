@@ -45,8 +45,8 @@ logger = logging.getLogger("omlx.admission")
 #: scheduler) announces nothing when it falls idle: look this often, in seconds.
 _BUSY_POLL_S = 0.01
 
-#: While anybody waits, look at least this often, in seconds: whatever changes
-#: the pool without passing our hooks is found then.
+#: While anybody waits or a load goes on, look at least this often, in seconds: whatever
+#: changes the pool without passing our hooks is found then.
 _SAFETY_POLL_S = 1.0
 
 #: Steps that are not urgent take at most one part in so many of the loop's time.
@@ -507,7 +507,10 @@ class Admission:
             case Load(target, victims):
                 self._start_load(target, victims)
             case CancelLoad(target):
-                logger.warning("admission: the load of '%s' hangs; giving it up", target.model)
+                logger.warning(
+                    "admission: no thread works for the load of '%s'; giving it up",
+                    target.model,
+                )
                 if target in self._loads:
                     self._loads[target].cancel()
             case Refuse(target, waiters, RefusalReason.NOT_FOUND):
@@ -661,7 +664,7 @@ class Admission:
         patience = waiter.deadline - waiter.enqueued if waiter is not None else 0.0
         seconds = self.policy.retry_in(ask.target, ask.size, view, now, patience)
         hint = retry_after(seconds)
-        text = explain(self.policy, view, ask, code, waited, hint, waiter)
+        text = explain(self.policy, view, ask, code, waited, hint, now, waiter)
         return Refusal(503, code, text, hint)
 
     def _observe_refusal(

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.model import PoolView, Waiter
+from omlx_admission.policy.model import PoolView, Swap, Waiter
 from omlx_admission.policy.planner import too_large_now
+from omlx_admission.policy.retry import part_read
 from omlx_admission.runtime.port import Ask
 
 
@@ -21,6 +22,7 @@ def explain(
     code: str,
     waited: float,
     hint: int,
+    now: float,
     waiter: Waiter | None = None,
 ) -> str:
     """One text for a 503; ``waited`` and ``hint`` are seconds."""
@@ -32,7 +34,7 @@ def explain(
         first = f"Model '{model}' {_state(policy, view, ask)} and this request allows no wait"
     else:
         first = f"Model '{model}' did not become available within {waited:.1f} s"
-    parts = [first, in_the_way(policy, view, ask)]
+    parts = [first, in_the_way(policy, view, ask, now)]
     if waiter is not None and (ahead := policy.ahead_of(waiter)):
         parts.append(f"{ahead} other model{'s' if ahead > 1 else ''} come first")
     text = "; ".join(part for part in parts if part)
@@ -52,13 +54,18 @@ def _state(policy: AdmissionPolicy, view: PoolView, ask: Ask) -> str:
     return "leaves for another model"
 
 
-def in_the_way(policy: AdmissionPolicy, view: PoolView, ask: Ask) -> str:
+def in_the_way(policy: AdmissionPolicy, view: PoolView, ask: Ask, now: float) -> str:
     """What holds the memory that ``ask`` needs, in one clause; may be empty."""
     if too_large_now(ask.target, ask.size, view):
         return ceiling_now(ask.size, view)
+    late = {
+        load.target.model: _late(load, view, now)
+        for load in policy.loads
+        if policy.is_late(load, now)
+    }
     loading = [m.model for m in view.models.values() if m.loading]
     if ask.target.model in loading:
-        return "it is loading now"
+        return f"it is loading now{late.get(ask.target.model, '')}"
     if ask.target in view.ready and ask.target.model not in policy.gated:
         return f"{view.models[ask.target.model].leases} requests run on it"
     busy = [m for m in view.models.values() if m.busy and m.model != ask.target.model]
@@ -69,8 +76,16 @@ def in_the_way(policy: AdmissionPolicy, view: PoolView, ask: Ask) -> str:
         )
         clauses.append(f"{names} in use")
     if loading:
-        clauses.append(f"{', '.join(repr(m) for m in loading)} loading")
+        names = ", ".join(f"'{m}'{late.get(m, '')}" for m in loading)
+        clauses.append(f"{names} loading")
     return " and ".join(clauses)
+
+
+def _late(load: Swap, view: PoolView, now: float) -> str:
+    """How long a load has taken that should have ended, and how far it is if that shows."""
+    part = part_read(load, view)
+    read = "" if part is None else f", {part:.0%} read"
+    return f" (for {now - load.load_started:.0f} s already{read})"
 
 
 def ceiling_now(size: int, view: PoolView) -> str:

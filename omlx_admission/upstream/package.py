@@ -33,6 +33,7 @@ MODULES = {
     "policy.schedule": "schedule",
     "runtime.admission": "queue",
     "runtime.explain": "explain",
+    "runtime.load_work": "load_work",
     "runtime.own": "own",
     "runtime.port": "port",
     "runtime.refusal": "refusal",

@@ -44,6 +44,17 @@ POLICY = (
     ),
     Recipe("runtime.explain"),
     Recipe(
+        "runtime.load_work",
+        text={
+            "omlx_admission_load": "omlx_load",
+            "oMLX's load thread: is": "the load thread: is",
+            "a time-out of its own, half an hour in oMLX. After": (
+                "a time-out of its own, half an hour. After"
+            ),
+            "to oMLX's load thread, or to ours, by whomever": "to the load thread, by whomever",
+        },
+    ),
+    Recipe(
         "runtime.port",
         text={"; ``hooks`` implements it on oMLX, tests on a fake": ""},
     ),
@@ -89,6 +100,10 @@ POOL_PORT = Recipe(
     rewrite={
         "unloading_models(pool)": "pool._unloading_models",
         "unloading_models(self._pool)": "self._pool._unloading_models",
+        """
+        if not gpu_jobs.executors.prepare(sys.modules[gpu_jobs.CORE].get_mlx_executor()):
+            return None
+        """: None,
         """
         while (reloading := state_of(self._pool).reloading) is not None:
             await reloading.wait()
@@ -211,7 +226,9 @@ def engine_pool(module: cst.Module) -> cst.Module:
     """The pool, resident path and error mapping in it."""
     for name in ("_acquire_loaded_engine", "_get_engine_past_teardown"):
         anchors.function(module, f"{POOL}.{name}")
-    module = editing.add_import(module, "from .admission.gate import PoolAdmission, announced")
+    module = editing.add_import(
+        module, "from .admission.gate import PoolAdmission, announced, watched"
+    )
     module = editing.insert_after_assignment(
         module,
         f"{POOL}.__init__",
@@ -275,8 +292,9 @@ def engine_pool(module: cst.Module) -> cst.Module:
         """,
     )
     module = editing.insert_first(module, f"{POOL}.shutdown", "self._admission.shut_down()")
-    for name in ("discover_models", "_load_engine", "_unload_engine"):
+    for name in ("discover_models", "_unload_engine"):
         module = editing.decorate(module, f"{POOL}.{name}", "announced")
+    module = editing.decorate(module, f"{POOL}._load_engine", "watched")
     module = docstrings.add_raises(
         module,
         f"{POOL}.get_engine",

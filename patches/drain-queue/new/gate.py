@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..exceptions import EnginePoolError
-from . import kinds
+from . import kinds, load_work
 from . import request as requests
 from .own import own
 from .places import places
@@ -157,3 +157,31 @@ def announced(method):
                 pool._admission.changed()
 
     return wrapper
+
+
+def watched(load):
+    """Note what a load has on its thread, and tell the queue when it has ended."""
+
+    @functools.wraps(load)
+    @announced
+    async def wrapper(pool, model_id, *args, **kwargs):
+        from ..engine_core import get_mlx_executor
+
+        _note_jobs(get_mlx_executor())
+        with pool._admission.port.work_of(model_id):
+            return await load(pool, model_id, *args, **kwargs)
+
+    return wrapper
+
+
+def _note_jobs(executor):
+    if "submit" in vars(executor):
+        return
+    submit = executor.submit
+
+    def noted(fn, /, *args, **kwargs):
+        job = submit(fn, *args, **kwargs)
+        load_work.note(job)
+        return job
+
+    executor.submit = noted
