@@ -131,7 +131,7 @@ def end_holders(engine: Any, model: str, own: requests.Request | None) -> Callab
     for request in ended:
         request.cut.end_with(refusal)
     if ended:
-        logger.info("admission: %d requests of '%s' are ended", len(ended), model)
+        logger.info("admission: %d running of '%s' ended for its unload", len(ended), model)
     return lambda: any(holds(request) for request in ended if not request.ended)
 
 

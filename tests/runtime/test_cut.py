@@ -213,6 +213,43 @@ def test_a_handler_that_ends_before_the_cancel_reaches_it() -> None:
     asyncio.run(test())
 
 
+def test_c9_the_handler_of_a_client_that_does_not_read_is_free_at_once() -> None:
+    """Only the end of the answer waits for the client, and holds nothing of the model."""
+
+    async def test() -> None:
+        reads, free = asyncio.Event(), asyncio.Event()
+        sent: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": SSE})
+                await send({"type": "http.response.body", "body": b"data: 1\n\n"})
+            finally:
+                free.set()
+
+        async def send(message: Any) -> None:
+            if sent:
+                await reads.wait()
+            sent.append(message)
+
+        scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
+        middleware = requests.RequestMiddleware(app)
+        task = asyncio.create_task(middleware(scope, asyncio.Event().wait, send))  # type: ignore[arg-type]
+        while not requests.live or not sent:  # noqa: ASYNC110 - until it is stuck
+            await asyncio.sleep(0)
+        (request,) = requests.live
+        request.cut.end_with(GONE)
+        await free.wait()
+        assert not task.done()
+        reads.set()
+        await task
+        assert b"data: 1" not in sent[1]["body"]
+        assert b'"model_unloading"' in sent[1]["body"]
+        assert sent[1]["body"].endswith(b"data: [DONE]\n\n")
+
+    asyncio.run(test())
+
+
 def test_a_cancel_of_somebody_else_is_passed_on() -> None:
     async def test() -> None:
         case = Ended("/v1/chat/completions")
