@@ -111,7 +111,9 @@ class Surfaces:
         """``GET /admission/events``: server-sent events, each a whole status document."""
         await self._check(request)
         if request.method == "HEAD":
-            return Response(media_type=_EVENTS, headers=_NO_STORE)
+            head = Response(media_type=_EVENTS, headers=_NO_STORE)
+            del head.headers["content-length"]
+            return head
         if self._viewers >= MOST_VIEWERS:
             return JSONResponse(
                 {"detail": "too many viewers"}, 503, headers={"Retry-After": "10"}

@@ -154,6 +154,7 @@ def test_c13_a_head_of_the_events_is_over_at_once_and_takes_no_place() -> None:
             assert answer.status_code == 200
             assert answer.headers["content-type"].startswith("text/event-stream")
             assert answer.content == b""
+            assert "content-length" not in answer.headers, "that of a stream is not known"
         assert endpoint._viewers == 0
         refused = await Site(draining(), key="right").get("/admission/events", method="HEAD")
         assert refused.status_code == 401

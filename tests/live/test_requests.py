@@ -1,4 +1,4 @@
-"""What a script in a browser, of another origin, gets to read of an answer."""
+"""Requests as clients make them: from a browser's script, with a body that nobody reads."""
 
 from __future__ import annotations
 
@@ -40,5 +40,38 @@ def test_c12_a_script_may_read_when_to_come_back_and_how_long_it_waited(serve: S
             assert names == (READABLE if origin else set())
             if origin:
                 assert answer.headers["access-control-allow-origin"] == "*"
+
+    asyncio.run(scenario())
+
+
+def test_f7_a_client_that_pours_into_a_wait_is_held_by_the_server(serve: Serve) -> None:
+    """The route reads no body, so that nothing but the wait could take it."""
+    server = serve(load_s=0.1)
+    whole, piece = 256 << 20, b"x" * (1 << 20)
+    poured = 0
+
+    async def pour(writer: asyncio.StreamWriter) -> None:
+        nonlocal poured
+        while poured < whole:
+            writer.write(piece)
+            await writer.drain()
+            poured += len(piece)
+
+    async def scenario() -> None:
+        async with Door(server) as door, door.busy("a"):
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(
+                b"POST /v1/models/b/load HTTP/1.1\r\nhost: x\r\n"
+                b"content-length: %d\r\n\r\n" % whole
+            )
+            pouring = asyncio.create_task(pour(writer))
+            waited = 0
+            while waited < 50:
+                status = (await door.http.get("/admission/status")).json()
+                waited += status["queue"]["waiting"]
+            assert not pouring.done()
+            assert poured < whole
+            pouring.cancel()
+            writer.transport.abort()
 
     asyncio.run(scenario())
