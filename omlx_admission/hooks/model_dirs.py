@@ -18,13 +18,14 @@ from typing import Any
 
 from omlx_admission.hooks import faults, unloads
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.hooks.pool_state import PoolState, state_of
+from omlx_admission.hooks.pool_state import PoolState, state_of, unloading_models
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.leave import Leave
 
 logger = logging.getLogger("omlx.admission")
 
-#: Seconds that a change whose budget is spent still waits for the pool's lock.
+#: Seconds that a change whose budget is spent still waits for the pool's lock and for
+#: teardowns.
 _LOCK_S = 1.0
 
 
@@ -69,9 +70,12 @@ async def _cleared(pool: Any, state: PoolState) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + state.admission.budget(requests.current.get())
         await _clear(pool, deadline)
+        deadline = max(deadline, loop.time() + _LOCK_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(max(deadline, loop.time() + _LOCK_S)):
+            async with asyncio.timeout_at(deadline):
                 locked = await pool._lock.acquire()
+        # Stock sets the count to nothing, and joins only teardowns of what it finds loaded.
+        await Leave(None).wait(lambda: not unloading_models(pool), deadline, None)
     except Exception as error:  # noqa: BLE001 - stock does it in its own way
         faults.note("the change of model folders", error)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,33 @@ def test_p4_a_load_that_evicts_is_waited_for(house: House, reload: Reload) -> No
         assert (await change.task)[0] is True
         engine.stop.assert_awaited_once()
         assert house.resident() == set()
+        books_are_right(house)
+        house.assert_idle()
+
+    run(test)
+
+
+def test_a_teardown_that_has_yet_to_book_its_bytes_is_waited_for(
+    house: House, reload: Reload
+) -> None:
+    """Its engine is gone, so that stock does not find the model among the loaded ones."""
+    from omlx.engine_core import get_mlx_executor
+
+    async def test() -> None:
+        await house.get("d")
+        await house.release("d")
+        free = threading.Event()
+        get_mlx_executor().submit(free.wait)
+        try:
+            unload = asyncio.ensure_future(house.pool._unload_engine("d"))
+            await until(lambda: house.resident() == set())
+            change = reload()
+            await asyncio.sleep(0.2)
+            assert not change.task.done()
+        finally:
+            free.set()
+        await unload
+        assert (await change.task)[0] is True
         books_are_right(house)
         house.assert_idle()
 
