@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omlx_admission.hooks import gpu_hold
+from omlx_admission.hooks import faults, gpu_hold
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.runtime import load_work
@@ -155,6 +155,14 @@ def recognise(function: Any) -> Job | None:
     return Job(kind, os.path.basename(text.rstrip("/")), model)
 
 
+def _known(function: Any) -> Job | None:
+    try:
+        return recognise(function)
+    except Exception as error:  # noqa: BLE001 - any callable may be handed in
+        faults.note("a job of the global thread", error)
+        return None
+
+
 def _free(function: Any, name: str) -> Any:
     """A variable that a local function took along from where it was made."""
     function = getattr(function, "__func__", function)
@@ -227,7 +235,7 @@ class Executors:
             elsewhere = self._route(stock, function, args, kwargs)
             if elsewhere is not None:
                 return elsewhere
-        job = recognise(function) if self._layers else None
+        job = _known(function) if self._layers else None
         if job is None:
             return stock(function, *args, **kwargs)
         return stock(self._run, job, function, args, kwargs)

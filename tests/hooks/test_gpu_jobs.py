@@ -89,6 +89,22 @@ def test_loads_and_strangers_pass_untouched(
     assert executor.submit(job, 1, b=2).result(PATIENCE_S) == (False, (1,), {"b": 2})
 
 
+def test_p6_a_job_that_cannot_be_looked_at_runs_all_the_same(executor: Any) -> None:
+    class Job:
+        """Looked at, it raises, as a mock does on some Pythons."""
+
+        __module__ = "omlx.engine.stt"
+
+        @property
+        def __wrapped__(self) -> Any:
+            raise TypeError("'str' object does not support item assignment")
+
+        def __call__(self) -> str:
+            return "done"
+
+    assert executor.submit(Job()).result(PATIENCE_S) == "done"
+
+
 def test_bound_methods_and_partials_are_recognised() -> None:
     class Engine:
         _model_name = "/models/speaker/"
