@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.doors.routes import DOORS, KEY, Door, Reply, knock
+from benchmarks.doors.routes import COUNT, DOORS, KEY, Door, Reply, knock
 from omlx_admission.surfaces.demo.client import Client
 from omlx_admission.surfaces.demo.server import Server
 
@@ -34,7 +34,8 @@ class Outcome:
         status: what a patched server has to answer.
         code: machine-readable reason that a patched server has to give; None for none.
         moment: tries every door.
-        but: kinds of doors that cannot meet this outcome.
+        but: kinds of doors, or doors, that cannot meet this outcome.
+        waits: whether the model is not loaded, so that it is refused to a mere count.
         environment: variables of the server that it needs.
     """
 
@@ -45,11 +46,12 @@ class Outcome:
     moment: Moment
     but: Sequence[str] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    waits: bool = False
 
     @property
     def doors(self) -> list[Door]:
         """The doors that can meet it."""
-        return [door for door in DOORS if door.kind not in self.but]
+        return [d for d in DOORS if d.kind not in self.but and d.name not in self.but]
 
 
 async def _all(server: Server, suffix: str = "", **options: Any) -> Replies:
@@ -147,13 +149,21 @@ async def shutting_down(server: Server) -> Replies:
 #: In this order on one server; the last one ends it.
 OUTCOMES: tuple[Outcome, ...] = (
     Outcome("served", "on an idle server", 200, None, served),
-    Outcome("waited", "while another model is in use for seconds more", 200, None, waited),
+    Outcome(
+        "waited",
+        "while another model is in use for seconds more",
+        200,
+        None,
+        waited,
+        waits=True,
+    ),
     Outcome(
         "expired",
         "the same, and the request allows a wait of one second",
         503,
         "model_swap_timeout",
         expired,
+        waits=True,
     ),
     Outcome(
         "queue full",
@@ -162,9 +172,17 @@ OUTCOMES: tuple[Outcome, ...] = (
         "admission_queue_full",
         queue_full,
         environment=(("OMLX_ADMISSION_MAX_QUEUE", "1"),),
+        waits=True,
     ),
     Outcome("never fits", "larger than the ceiling", 507, "model_too_large", never_fits),
-    Outcome("failed load", "the weights are damaged", 500, "model_load_failed", failed_load),
+    Outcome(
+        "failed load",
+        "the weights are damaged",
+        500,
+        "model_load_failed",
+        failed_load,
+        but=(COUNT,),  # loads nothing; it hears of a failure only afterwards
+    ),
     Outcome("unknown model", "a name that nobody knows", 404, None, unknown_model),
     Outcome(
         "wrong kind",
@@ -180,5 +198,6 @@ OUTCOMES: tuple[Outcome, ...] = (
         503,
         "shutting_down",
         shutting_down,
+        waits=True,
     ),
 )

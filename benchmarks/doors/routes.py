@@ -61,16 +61,14 @@ def _both(path: str, body: dict[str, Any]) -> tuple[Door, Door]:
     )
 
 
+#: It asks for a model only to count, so none is moved for it.
+COUNT = "/v1/messages/count_tokens"
+
 DOORS: tuple[Door, ...] = (
     *_both("/v1/chat/completions", {"messages": _MESSAGES, "max_tokens": 4}),
     *_both("/v1/completions", {"prompt": "hello", "max_tokens": 4}),
     *_both("/v1/messages", {"messages": _MESSAGES, "max_tokens": 4}),
-    Door(
-        "/v1/messages/count_tokens",
-        "/v1/messages/count_tokens",
-        "text",
-        {"messages": _MESSAGES, "max_tokens": 4},
-    ),
+    Door(COUNT, COUNT, "text", {"messages": _MESSAGES, "max_tokens": 4}),
     *_both("/v1/responses", {"input": "hello", "max_output_tokens": 4}),
     Door("/v1/embeddings", "/v1/embeddings", "embed", {"input": "hello"}),
     Door("/v1/rerank", "/v1/rerank", "rerank", {"query": "a", "documents": ["a", "b"]}),

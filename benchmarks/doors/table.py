@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from benchmarks.doors.outcomes import Outcome
-from benchmarks.doors.routes import Reply
+from benchmarks.doors.routes import COUNT, Reply
 
 #: Agents that read these words in an error take it for their own input being too long,
 #: and delete their history.
@@ -70,7 +70,10 @@ def problems(outcome: Outcome, replies: Mapping[str, Reply]) -> list[str]:
     for door in outcome.doors:
         reply = replies[door.name]
         at = f"{outcome.name}: {door.name}: {cell(reply)}"
-        if reply.status != outcome.status:
+        status, code = outcome.status, outcome.code
+        if outcome.waits and door.name == COUNT:
+            status, code = 503, "model_busy"
+        if reply.status != status:
             found.append(at)
             continue
         if reply.status == 200:
@@ -80,9 +83,9 @@ def problems(outcome: Outcome, replies: Mapping[str, Reply]) -> list[str]:
         hint = reply.headers.get("retry-after")
         if (reply.status == 503) != (hint is not None and 1 <= int(hint) <= 60):
             found.append(f"{at}: Retry-After is {hint}")
-        if outcome.code is not None and _code(reply) != outcome.code:
-            found.append(f"{at}: the code should be {outcome.code}")
-        if outcome.status != 404 and _MISREAD.search(reply.body):
+        if code is not None and _code(reply) != code:
+            found.append(f"{at}: the code should be {code}")
+        if status != 404 and _MISREAD.search(reply.body):
             found.append(f"{at}: {reply.body}")
     return found
 

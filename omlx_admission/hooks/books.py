@@ -66,6 +66,15 @@ def counts(pool: Any, model: str, held: Callable[[], Any] | None) -> bool:
     return entry is not None and entry.in_use > 0
 
 
+def lapse(entry: Any, held: holding.Holding) -> None:
+    """Count what one request holds no more; it will be given back all the same."""
+    while held.kept:
+        held.kept.pop().let_go()
+    entry.in_use = max(0, entry.in_use - held.leased)
+    held.lapsed += held.leased
+    held.leased = 0
+
+
 def engine_gone(pool: Any, model: str) -> None:
     """Begin a new count where the engine of ``model`` has been torn down."""
     entry, state = pool._entries.get(model), state_of(pool)

@@ -38,6 +38,9 @@ class Kept:
         self._give_back: Callable[[], None] | None = give_back
         self._task = asyncio.current_task()
 
+    def __bool__(self) -> bool:
+        return self._give_back is not None
+
     def let_go(self, *_: object) -> None:
         """Give the lease back, if that has not happened yet."""
         give_back, self._give_back = self._give_back, None
@@ -187,6 +190,11 @@ def holds(request: requests.Request, model_id: str, engine: Any) -> bool:
     """Whether ``request`` was handed ``engine`` and has not given it back."""
     held: Holding | None = request.handed.get(model_id)
     return held is not None and held.engine() is engine and bool(held.leased or held.kept)
+
+
+def leases(holding: Holding) -> int:
+    """How many leases on its engine one request holds."""
+    return holding.leased + sum(1 for lease in holding.kept if lease)
 
 
 def own(model_id: str) -> Own:

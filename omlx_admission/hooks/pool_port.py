@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from omlx_admission.hooks import books, dead, gpu_jobs, resident
+from omlx_admission.hooks import books, dead, gpu_jobs, resident, stalled
 from omlx_admission.hooks import ceiling as ceilings
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
@@ -251,12 +251,14 @@ class OmlxPool:
 
     def _model_view(self, model_id: str, entry: Any, unloading: bool) -> ModelView:
         work = self._works.get(model_id) if entry.is_loading else None
+        stalled.let_go(self._pool, model_id, entry)
         return ModelView(
             model=model_id,
             size=self._resident_size(entry),
             variant=entry.runtime_settings_signature,
             busy=is_busy(entry),
             leases=entry.in_use,
+            unread=stalled.unread(model_id, entry),
             pinned=entry.is_pinned,
             loading=entry.is_loading,
             # Told to leave by somebody else than the queue: it will, and nobody may
@@ -302,6 +304,7 @@ class OmlxPool:
     def in_use(self, model: str) -> bool:
         """Whether stock itself would say that a loaded model is busy, or it loads still."""
         entry = self._pool._entries[model]
+        stalled.let_go(self._pool, model, entry)
         return bool(entry.is_loading) or is_busy(entry)
 
     def at_rest(self, model: str) -> bool:

@@ -18,6 +18,7 @@ from omlx_admission.hooks import (
     pending,
     places,
     resident,
+    stalled,
 )
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
@@ -91,6 +92,7 @@ NEEDS = (
     resident.SIGNATURE,
     resident.VALIDATE,
     *holding.NEEDS,
+    *stalled.NEEDS,
     Need(POOL, "EnginePool._raise_if_load_failed", Kind.SYNC, ("model_id", "entry")),
     Need(
         POOL,

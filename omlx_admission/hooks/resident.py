@@ -15,7 +15,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from omlx_admission.hooks import books, dead, engines, faults, holding, places, unlocked
+from omlx_admission.hooks import (
+    books,
+    dead,
+    engines,
+    faults,
+    holding,
+    places,
+    stalled,
+    unlocked,
+)
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
@@ -145,6 +154,7 @@ NEEDS = (
     *engines.NEEDS,
     *unlocked.NEEDS,
     ENFORCER,
+    *stalled.NEEDS,
     *SERVED,
     *ENTRY,
 )
@@ -475,6 +485,7 @@ async def _tear_down(
 ) -> Any:
     """Run stock's teardown; a cancel half-way would leave a dead engine, or its bytes."""
     engines.note_gone(entry.engine, True)
+    stalled.keep_what_is_made(entry.engine)
     try:
         return await wrapped(*args, **kwargs)
     finally:

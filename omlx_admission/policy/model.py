@@ -76,6 +76,7 @@ class ModelView:
         group: the exclusive group of the engine that runs.
         resting: seconds for which its load has had nothing on the load thread.
         read: bytes in use more than when its load began to read, as far as that is known.
+        unread: leases that are held for answers which their clients do not read.
     """
 
     model: str
@@ -92,6 +93,7 @@ class ModelView:
     group: str | None = None
     resting: float = 0.0
     read: int = 0
+    unread: int = 0
 
     @property
     def free(self) -> int | None:

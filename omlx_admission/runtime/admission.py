@@ -219,6 +219,8 @@ class Admission:
     # -- one request --------------------------------------------------------
 
     def _budget(self, request: requests.Request | None) -> float:
+        if request is not None and request.only_counts:
+            return 0.0  # no model is moved for it
         budget = self.settings.max_wait_s
         if budget == 0 and (request is None or request.explicit_load):
             budget = _DEFAULT_BUDGET_S

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.model import PoolView, Swap, Waiter
+from omlx_admission.policy.model import ModelView, PoolView, Swap, Waiter
 from omlx_admission.policy.planner import too_large_now
 from omlx_admission.policy.retry import part_read
 from omlx_admission.runtime.port import Ask
@@ -71,10 +71,7 @@ def in_the_way(policy: AdmissionPolicy, view: PoolView, ask: Ask, now: float) ->
     busy = [m for m in view.models.values() if m.busy and m.model != ask.target.model]
     clauses = []
     if busy:
-        names = ", ".join(
-            f"'{m.model}' ({m.leases} running)" if m.leases else f"'{m.model}'" for m in busy
-        )
-        clauses.append(f"{names} in use")
+        clauses.append(f"{', '.join(map(_in_use, busy))} in use")
     if loading:
         names = ", ".join(f"'{m}'{late.get(m, '')}" for m in loading)
         clauses.append(f"{names} loading")
@@ -86,6 +83,14 @@ def _late(load: Swap, view: PoolView, now: float) -> str:
     part = part_read(load, view)
     read = "" if part is None else f", {part:.0%} read"
     return f" (for {now - load.load_started:.0f} s already{read})"
+
+
+def _in_use(model: ModelView) -> str:
+    """A model that is in use, and by how many; an answer that stalls is named."""
+    if not model.leases:
+        return f"'{model.model}'"
+    stalled = f", {model.unread} of them for a client that does not read"
+    return f"'{model.model}' ({model.leases} running{stalled if model.unread else ''})"
 
 
 def ceiling_now(size: int, view: PoolView) -> str:

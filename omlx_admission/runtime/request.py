@@ -15,6 +15,7 @@ import itertools
 import logging
 import math
 import re
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -36,6 +37,10 @@ queueing = False
 
 #: Every HTTP request that is handled now.
 live: set[Request] = set()
+
+#: Requests that send something which does not leave, because their clients do not read,
+#: and since when (monotonic). What is sent at once is never seen in it.
+blocked: dict[Request, float] = {}
 
 current: contextvars.ContextVar[Request | None] = contextvars.ContextVar(
     "omlx_admission_request", default=None
@@ -109,6 +114,11 @@ class Request:
         """Whether the route exists to load a model, so that fail-fast makes no sense."""
         return self.path.endswith("/load")
 
+    @property
+    def only_counts(self) -> bool:
+        """Whether the route asks for a model to count tokens, which its client can guess."""
+        return self.path.endswith("/count_tokens")
+
     def at_end(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the application is done with this request."""
         self._at_end.append(action)
@@ -122,6 +132,18 @@ class Request:
                 action()
             except Exception:
                 logger.exception("admission: clean-up at the end of a request failed")
+
+    def noting(self, send: Send) -> Send:
+        """``send``, noting while it waits for the client to read."""
+
+        async def noted(message: Message) -> None:
+            blocked[self] = time.monotonic()
+            try:
+                await send(message)
+            finally:
+                blocked.pop(self, None)
+
+        return noted
 
     async def receive(self) -> Message:
         """The application's ``receive``: first what a watch has read ahead."""
@@ -180,6 +202,7 @@ class RequestMiddleware:
             return
         request = Request(scope, receive)
         request.task = asyncio.current_task()
+        send = request.noting(send)
         token = current.set(request)
         try:
             if scope["type"] == "http":

@@ -45,7 +45,16 @@ REQUEST = Recipe(
     "runtime.request",
     # What our own observer asks for, the keep-alives of streams that wait, and the end
     # of an answer by an unload.
-    drop=("Request.id", "_ID_HEADER", "_ID", "_numbers", "live", "_end"),
+    drop=(
+        "Request.id",
+        "Request.noting",
+        "blocked",
+        "_ID_HEADER",
+        "_ID",
+        "_numbers",
+        "live",
+        "_end",
+    ),
     rewrite={
         'self._headers = scope.get("headers", ())': None,
         "self._id: str | None = None": None,
@@ -53,6 +62,7 @@ REQUEST = Recipe(
         'self.query: bytes = scope.get("query_string", b"")': None,
         "self.task: asyncio.Task[Any] | None = None": None,
         "request.task = asyncio.current_task()": None,
+        "send = request.noting(send)": None,
         "self.hold: stream_hold.StreamHold | None = None": None,
         "self.cut = Cut(self.path)": None,
         "send = request.cut.noting(send)": None,

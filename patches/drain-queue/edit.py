@@ -112,6 +112,8 @@ POOL_PORT = Recipe(
             "isinstance(entry.engine, self._module.VLMBatchedEngine)"
         ),
         "_exceptions()": "exceptions",
+        "stalled.let_go(self._pool, model_id, entry)": None,
+        "stalled.unread(model_id, entry)": "0",
         "admission_refused()(refusal)": "AdmissionRefused(refusal)",
     },
     drop=("VIEW_NEEDS", "_exceptions", "_refused_class", "OmlxPool.at_rest", "OmlxPool.in_use"),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from .conftest import House, run, until
+from omlx_admission.hooks import stalled
+from omlx_admission.hooks.pool_port import admission_refused
+from omlx_admission.runtime import request as requests
+
+from .conftest import House, run, settle, until
 from .test_leases import request_to, within
 
 Make = Callable[..., House]
@@ -133,6 +139,238 @@ class TestALeaseBelongsToAnEngine:
                 await house.release("a")
             assert entry.in_use == 1
             await house.release("a")
+            house.assert_idle()
+
+        run(test)
+
+
+class TestAnAnswerThatIsNotRead:
+    """The client's buffers are full, and its request stands in ``send`` with a lease."""
+
+    def test_c9_it_keeps_its_model_no_longer_than_the_moment(
+        self, make_house: Make, mocker: Any
+    ) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            entry, request = house.entry("a"), request_to(CHAT)
+            with within(request):
+                await house.get("a")
+            client_reads = asyncio.Event()
+
+            async def send(_message: Any) -> None:
+                await client_reads.wait()
+
+            sending = asyncio.ensure_future(request.noting(send)({"type": "x"}))
+            for_b = house.ask("b")
+            await until(lambda: entry.pending_unload_reason is not None)
+            await asyncio.sleep(0.05)
+            assert not for_b.done(), "it had its moment still"
+            mocker.patch.object(stalled, "AFTER_S", 0.0)
+            await for_b
+            assert house.resident() == {"b"}
+            # The client reads on, the model is loaded again: the release is of the old one.
+            await house.release("b")
+            other = request_to(CHAT)
+            with within(other):
+                await house.get("a")
+            client_reads.set()
+            await sending
+            with within(request):
+                await house.release("a")
+            request.end()
+            assert entry.in_use == 1
+            with within(other):
+                await house.release("a")
+            house.assert_idle()
+
+        run(test)
+
+    @pytest.mark.parametrize("busy", ["engine", "scheduler", "another lease", "it reads"])
+    def test_c9_what_runs_is_not_touched(
+        self, make_house: Make, mocker: Any, busy: str
+    ) -> None:
+        """K4: what the engine makes for it still, and what it makes for others."""
+
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            entry, request = house.entry("a"), request_to(CHAT)
+            with within(request):
+                engine = await house.get("a")
+            works = mocker.patch.object(
+                house.pool, "_entry_has_scheduler_work", create=True, return_value=False
+            )
+            if busy == "engine":
+                engine.has_active_requests.return_value = True
+            elif busy == "scheduler":
+                works.return_value = True
+            elif busy == "another lease":
+                await house.get("a")
+            since = time.monotonic() - (0.0 if busy == "it reads" else 60.0)
+            mocker.patch.dict(requests.blocked, {request: since})
+            for_b = house.ask("b")
+            await until(lambda: entry.pending_unload_reason is not None)
+            await asyncio.sleep(0.05)
+            assert not for_b.done()
+            assert entry.in_use == 1 + (busy == "another lease")
+            with within(request):
+                await house.release("a")
+            engine.has_active_requests.return_value = works.return_value = False
+            if busy == "another lease":
+                await house.release("a")
+            await for_b
+            await house.release("b")
+            house.assert_idle()
+
+        run(test)
+
+    @pytest.mark.parametrize("kept", [True, False])
+    def test_c9_an_unload_by_hand_does_not_wait_for_it(
+        self, make_house: Make, mocker: Any, kept: bool
+    ) -> None:
+        async def test() -> None:
+            house = make_house()
+            request, by_hand = request_to(CHAT), request_to("/v1/models/a/unload")
+            with within(request):
+                await house.get("a", lease=not kept)
+            mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
+            with within(by_hand):
+                await house.pool._unload_engine("a")
+            assert house.resident() == set()
+            if not kept:
+                with within(request):
+                    await house.release("a")
+            request.end()
+            house.assert_idle()
+
+        run(test)
+
+    def test_c9_what_was_made_for_it_is_not_cleared_with_the_engine(
+        self, make_house: Make, mocker: Any
+    ) -> None:
+        """A text engine calls an answer active until it is read, and its end clears it."""
+
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            request = request_to(CHAT)
+            with within(request):
+                engine = await house.get("a")
+            made, core = mocker.Mock(), mocker.Mock(_output_collectors={}, _finished_at={})
+            core._output_collectors["r"] = made
+            core._finished_at["r"] = time.monotonic()
+
+            def reap(now: float, grace: float = 5.0) -> None:
+                for rid in [r for r, at in core._finished_at.items() if now - at >= grace]:
+                    del core._output_collectors[rid], core._finished_at[rid]
+
+            core._reap_orphaned_collectors = reap
+            core._task = core._closed = None
+            engine._engine = mocker.Mock(engine=core)
+            engine.has_active_requests.side_effect = lambda: bool(core._output_collectors)
+            mocker.patch.object(
+                house.pool, "_entry_has_scheduler_work", create=True, return_value=False
+            )
+            mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
+            await house.get("b")
+            assert core._output_collectors == {}
+            await house.release("b")
+            request.end()
+            with within(request):
+                await house.release("a")
+            house.assert_idle()
+
+        run(test)
+
+    def test_c9_a_refusal_names_it(self, make_house: Make, mocker: Any) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            request, for_b = request_to(CHAT), request_to(CHAT)
+            for_b.max_wait = 0.05
+            with within(request):
+                engine = await house.get("a")
+            engine.has_active_requests.return_value = True
+            mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
+            with within(for_b), pytest.raises(admission_refused()):
+                await house.get("b")
+            assert for_b.refusal is not None
+            words = "'a' (1 running, 1 of them for a client that does not read) in use"
+            assert words in for_b.refusal.message
+            with within(request):
+                await house.release("a")
+
+        run(test)
+
+
+COUNT = "/v1/messages/count_tokens"
+
+
+class TestACountOfTokens:
+    """C10: it is served by what is loaded, and moves no model."""
+
+    @pytest.mark.parametrize("a_is", ["idle", "busy", "not loaded"])
+    def test_c10_it_loads_nothing_and_nothing_leaves_for_it(
+        self, make_house: Make, a_is: str
+    ) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            if a_is != "not loaded":
+                await house.get("a")
+            if a_is == "idle":
+                await house.release("a")
+            counts = [request_to(COUNT) for _ in range(4)]
+            events = list(house.events)
+            for count in counts:
+                with within(count), pytest.raises(admission_refused()):
+                    await house.get("b")
+                refusal = count.refusal
+                assert refusal is not None
+                assert (refusal.status, refusal.code) == (503, "model_busy")
+                assert refusal.retry_after is not None
+                assert refusal.retry_after >= 1
+                assert b'"overloaded_error"' in refusal.body(count.path)
+            await settle()
+            assert house.events == events
+            assert house.entry("a").pending_unload_reason is None
+            assert house.admission.policy.waiting == 0
+            assert house.admission.policy.swap is None
+            if a_is == "busy":
+                await house.release("a")
+            house.assert_idle()
+
+        run(test)
+
+    def test_c10_a_loaded_model_counts_at_once(self, make_house: Make) -> None:
+        """Also while it is in use, and by the lease that the route takes."""
+
+        async def test() -> None:
+            house = make_house()
+            engine = await house.get("a")
+            with within(request_to(COUNT)):
+                assert await house.get("a") is engine
+                assert house.entry("a").in_use == 2
+                await house.release("a")
+            await house.release("a")
+            house.assert_idle()
+
+        run(test)
+
+    def test_c10_neither_while_it_loads_nor_while_it_leaves(self, make_house: Make) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            house.hold_loads = True
+            for_a = house.ask("a")
+            await until(lambda: "load a" in house.events)
+            with within(request_to(COUNT)), pytest.raises(admission_refused()):
+                await house.get("a")
+            house.hold_loads = False
+            await house.let_load("a")
+            await for_a
+            for_b = house.ask("b")
+            await until(lambda: house.entry("a").pending_unload_reason is not None)
+            with within(request_to(COUNT)), pytest.raises(admission_refused()):
+                await house.get("a")
+            await house.release("a")
+            await for_b
+            await house.release("b")
             house.assert_idle()
 
         run(test)

@@ -203,7 +203,7 @@ def test_b46_an_unknown_name_gets_the_default_model_or_its_refusal(house: Open) 
     for reply in refused:
         assert reply.status == 503, reply
         assert int(reply.headers["retry-after"]) >= 1
-        assert error_of(reply)["code"] == "model_swap_timeout"
+        assert error_of(reply)["code"] in ("model_swap_timeout", "model_busy")
     assert [answer.status for answer in turns] == [200] * 12
     # Batched: three requests of a turn share one swap.
     assert 1 <= here.swaps.count("text") <= 3

@@ -193,7 +193,10 @@ class EngineCore:
         loop = asyncio.get_running_loop()
         while self._running:
             try:
-                self._reap_orphaned_collectors(time.monotonic())
+                now = time.monotonic()
+                if now - self._last_reap >= 1.0:
+                    self._last_reap = now
+                    self._reap_orphaned_collectors(now)
                 if not self.scheduler.has_requests():
                     await self._sleep(recheck=True)
                     continue
@@ -333,10 +336,7 @@ class EngineCore:
             event.set()
 
     def _reap_orphaned_collectors(self, now: float, grace: float = _ORPHAN_GRACE_S) -> int:
-        """Drop mailboxes nobody read for ``grace`` seconds; at most once a second."""
-        if now - self._last_reap < 1.0:
-            return 0
-        self._last_reap = now
+        """Drop mailboxes nobody read for ``grace`` seconds."""
         stale = [rid for rid, since in self._finished_at.items() if now - since >= grace]
         for request_id in stale:
             self._output_collectors.pop(request_id, None)
