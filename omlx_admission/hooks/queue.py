@@ -15,6 +15,7 @@ from omlx_admission.hooks import (
     gpu_jobs,
     holding,
     kinds,
+    loads,
     pending,
     places,
     resident,
@@ -102,6 +103,7 @@ NEEDS = (
     ),
     *resident.ENTRY,
     *pending.NEEDS,
+    *loads.NEEDS,
     *places.NEEDS,
     Need(POOL, "EngineEntry.engine_type", Kind.VALUE),
     Need(POOL, "EngineEntry.model_id", Kind.VALUE, types=("str",)),
@@ -351,6 +353,7 @@ def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) 
     ledger.wrap(module, "EnginePool.discover_models", hooks.discover)
     ledger.wrap(module, "EnginePool.shutdown", hooks.shutdown)
     ledger.on_undo(gpu_jobs.executors.let_go)
+    loads.apply(module, ledger)
     if not with_resident:
         ledger.wrap(module, f"EnginePool.{resident.release_name(module)}", hooks.release)
         ledger.wrap(module, "EnginePool._unload_engine", hooks.unload)

@@ -298,7 +298,10 @@ def hand_out(
     """Book the hand-out of a ready engine, in the step that found it ready."""
     entry = pool._entries[model_id]
     entry.last_access = time.time()
-    state_of(pool).used[model_id] = time.monotonic()
+    state = state_of(pool)
+    state.used[model_id] = time.monotonic()
+    if state.admission is not None:
+        state.admission.policy.first_use(model_id)
     books.note(pool, entry.engine, model_id, lease, force_lm, settings)
     if lease:
         entry.in_use += 1

@@ -161,6 +161,17 @@ class AdmissionPolicy(Schedule):
             # It takes requests again: nobody can tell which one has ended.
             self.busy_since.pop(model, None)
 
+    def keep_for_first_use(self, model: str, now: float) -> None:
+        """``model`` serves, and was asked for by hand: others' swaps leave it for a moment.
+
+        Until it is used, or the moment ends. Asking again does not prolong it.
+        """
+        self.by_hand.setdefault(model, now + self.dials.for_first_use)
+
+    def first_use(self, model: str) -> None:
+        """``model`` is handed to a request: it was worth the load."""
+        self.by_hand.pop(model, None)
+
     def load_succeeded(
         self, target: Target, now: float, places: int | None = None
     ) -> tuple[Waiter, ...]:
@@ -211,9 +222,11 @@ class AdmissionPolicy(Schedule):
         for target in self._in_turn:
             self.queues.served(target, now)
         self._marked &= view.models.keys()  # whoever left memory took its mark along
-        for known in (self.loaded_at, self.spared_until, self.busy_since):
+        for known in (self.loaded_at, self.spared_until, self.busy_since, self.by_hand):
             for gone in known.keys() - view.models.keys():
                 del known[gone]
+        for name in [m for m, until in self.by_hand.items() if now >= until]:
+            del self.by_hand[name]
         for name in [m for m in self.busy_since if not view.models[m].busy]:
             del self.busy_since[name]
         self._refuse_hopeless(view, actions)
@@ -463,6 +476,7 @@ class AdmissionPolicy(Schedule):
         times: list[float] = []
         loads = self.loads
         times += [self.late_at(load) for load in loads]
+        times += self.by_hand.values()
         if self.swap is not None and not self.swap.loading:
             times.append(self.swap.started + self.dials.drain_limit)
             if self.swap.target not in self.queues:

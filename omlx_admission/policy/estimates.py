@@ -120,6 +120,11 @@ class Dials:
         """
         return 2 * self.budget
 
+    @property
+    def for_first_use(self) -> float:
+        """Seconds for which a model that was loaded by hand is kept for its first use."""
+        return min(10.0, self.budget / 4)
+
     def late_after(self, swap: float) -> float:
         """Seconds after which a load that should take ``swap`` is late."""
         return 2 * swap + min(5.0, self.budget / 10)

@@ -26,6 +26,8 @@ class Schedule:
         queues: who waits, by target.
         loaded_at: when each model in memory was loaded, where that was seen.
         spared_until: models whose drain was given up, and until when they are left alone.
+        by_hand: models that were loaded or asked for by hand and not used since, and until
+            when they are kept for that.
         busy_since: models that were told to drain, and since when, while what ran then may
             still run; a drain that is withdrawn, because nobody waits any more, changes
             nothing in that.
@@ -40,6 +42,7 @@ class Schedule:
         self.loaded_at: dict[str, float] = {}
         self.spared_until: dict[str, float] = {}
         self.busy_since: dict[str, float] = {}
+        self.by_hand: dict[str, float] = {}
         self.linger = Linger(self._linger_of)
         self._marked: set[str] = set()
         self._sizes: dict[str, int] = {}
@@ -154,9 +157,13 @@ class Schedule:
         now: float | None = None,
         keep: Collection[str] = (),
     ) -> Plan:
-        """How to make room for ``target``, leaving ``keep`` and its waiter's own alone."""
+        """How to make room for ``target``, leaving ``keep`` and its waiter's own alone.
+
+        Another model that was loaded by hand is left for its first use.
+        """
         head = self.queues[target].head
-        keep = (*keep, *head.keep) if head.keep else keep
+        if head.keep or self.by_hand:
+            keep = (*keep, *head.keep, *(m for m in self.by_hand if m != target.model))
         return plan(target, head.size, view, rank=self.rank(now), keep=keep)
 
     def rank(self, now: float | None) -> Callable[[ModelView], tuple[Any, ...]]:

@@ -196,6 +196,12 @@ class Admission:
         else:
             self._step_soon()
 
+    def loaded_by_hand(self, model: str) -> None:
+        """Somebody asked for ``model`` itself, and it serves: it stays for its first use."""
+        self.policy.keep_for_first_use(model, self.now())
+        if self.policy.active:
+            self.step()
+
     def changed(self) -> None:
         """Something in the pool changed (a load, an unload, a rescan). From any thread."""
         if self._loop is None or not self.policy.active:
@@ -535,6 +541,12 @@ class Admission:
             return
         for waiter in waiters:
             _pending(waiter).leased = engine
+        asked_by = [_pending(waiter).request for waiter in waiters]
+        if all(request is not None and request.explicit_load for request in asked_by):
+            self.policy.keep_for_first_use(target.model, self.now())
+            self._again = True
+        else:
+            self.policy.first_use(target.model)
         self._wake(list(waiters), engine, 0)
 
     def _wake(self, waiters: list[Waiter], engine: Any, start: int) -> None:

@@ -66,3 +66,19 @@ def unload(pool: Any, model: str = "a", **request: Any) -> ByHand:
         return "unloaded"
 
     return ByHand(route, path=f"/v1/models/{model}/unload", **request)
+
+
+def load(pool: Any, model: str = "a", admin: bool = False, **request: Any) -> ByHand:
+    """What the load routes do with the pool."""
+
+    async def route() -> str:
+        entry = pool.get_entry(model)
+        if entry.engine is not None:
+            return "already loaded"
+        if admin and entry.is_loading:
+            return "409"
+        await pool.get_engine(model)
+        return "loaded"
+
+    folder = "/admin/api/models" if admin else "/v1/models"
+    return ByHand(route, path=f"{folder}/{model}/load", **request)

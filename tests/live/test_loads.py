@@ -1,0 +1,118 @@
+"""Loads that are slow, stuck or hung, and loads by hand, seen by clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from omlx_admission.surfaces.demo.client import Answer, Client
+from omlx_admission.surfaces.demo.server import Server
+
+from .test_conditions import loading, until
+
+Serve = Callable[..., Server]
+
+
+def swaps(server: Server) -> list[str]:
+    """Models whose load ended, in order, as the log tells it."""
+    return re.findall(r"admission: '(\w+)' resident", server.log)
+
+
+async def patiently(client: Client, model: str, tries: int) -> list[Answer]:
+    """Ask until it is served, coming back exactly when told to."""
+    answers = [await client.chat(model)]
+    while not answers[-1].ok and len(answers) < tries:
+        assert answers[-1].status == 503, answers[-1]
+        await asyncio.sleep(int(answers[-1].headers["retry-after"]))
+        answers.append(await client.chat(model))
+    return answers
+
+
+def test_p1_a_load_that_nothing_works_for_is_given_up(serve: Serve, tmp_path: Path) -> None:
+    over = tmp_path / "over"
+    server = serve(
+        load_s=0.1,
+        plan={"hang": {"b": "await"}, "hang_until": str(over)},
+        OMLX_ADMISSION_MAX_WAIT_S="3",
+    )
+    client = Client(server.url)
+
+    async def scenario() -> tuple[Answer, list[Answer], Answer]:
+        hung = await client.chat("b")
+        others = await patiently(client, "a", 4)
+        over.touch()
+        return hung, others, (await patiently(client, "b", 4))[-1]
+
+    hung, others, again = asyncio.run(scenario())
+    assert hung.status == 503
+    assert others[-1].ok
+    assert again.ok
+    assert "no thread works for the load of 'b'" in server.log
+
+
+def test_p1_c4_a_load_at_work_is_loaded_once(serve: Serve) -> None:
+    """It takes many times what the one before took, and four times the budget."""
+    server = serve(
+        load_s=0.1, plan={"per_model": {"b": [0.2, 14.0]}}, OMLX_ADMISSION_MAX_WAIT_S="3"
+    )
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        assert (await client.chat("b")).ok
+        assert (await client.chat("a")).ok
+        return await patiently(client, "b", 10)
+
+    answers = asyncio.run(scenario())
+    assert answers[-1].ok
+    assert len(answers) > 2, "the load was not slow at all"
+    assert swaps(server) == ["b", "a", "b"]
+    assert server.log.count("swapping to 'b'") == 2
+    # It waited when the load ended, or came a moment later.
+    hints = [int(a.headers["retry-after"]) for a in answers[:-1]]
+    assert max(hints) <= 3, hints
+    texts = [json.loads(a.body)["error"]["message"] for a in answers[:-1]]
+    assert all("it is loading now" in text for text in texts), texts
+    assert "s already" in texts[-1]
+
+
+def test_p1_a_stuck_load_costs_nobody_else_a_place(serve: Serve, tmp_path: Path) -> None:
+    over = tmp_path / "over"
+    server = serve(
+        load_s=0.1,
+        plan={"hang": {"b": "thread"}, "hang_until": str(over)},
+        OMLX_ADMISSION_MAX_WAIT_S="6",
+        OMLX_ADMISSION_MAX_AGE_S="0",
+        OMLX_ADMISSION_MAX_MODELS="2",
+        OMLX_ADMISSION_STUCK_S="2",
+    )
+    client = Client(server.url)
+
+    async def scenario() -> tuple[list[Answer], list[Answer]]:
+        assert (await client.chat("d")).ok
+        stuck = asyncio.create_task(client.chat("b"))
+        await until(loading(client, "b"))
+        # It has no place, and could have one only once B has ended.
+        beside = asyncio.create_task(client.chat("a"))
+        served = []
+        while not beside.done():
+            served.append(await client.chat("d"))
+        refused = [await stuck, await beside]
+        served.append(await client.chat("d"))
+        status = (await client.get("/admission/status"))[1]
+        assert not status["health"]["ok"]
+        assert any("b" in problem for problem in status["health"]["problems"]), status["health"]
+        states = {m["model"]: m["state"] for m in status["models"]}
+        assert states["b"] == "loading"
+        over.touch()
+        assert (await patiently(client, "b", 4))[-1].ok
+        return served, refused
+
+    served, refused = asyncio.run(scenario())
+    assert [a.status for a in refused] == [503, 503]
+    assert "'b'" in json.loads(refused[1].body)["error"]["message"]
+    assert all(a.ok for a in served), served
+    assert "evicting 'd'" not in server.log
+    assert server.log.count("swapping to 'b'") == 1
