@@ -77,6 +77,7 @@ class ModelView:
         resting: seconds for which its load has had nothing on the load thread.
         read: bytes in use more than when its load began to read, as far as that is known.
         unread: leases that are held for answers which their clients do not read.
+        sessions: leases of open realtime sessions, which may last for ever.
     """
 
     model: str
@@ -94,6 +95,7 @@ class ModelView:
     resting: float = 0.0
     read: int = 0
     unread: int = 0
+    sessions: int = 0
 
     @property
     def free(self) -> int | None:
@@ -107,8 +109,8 @@ class ModelView:
 
     @property
     def evictable(self) -> bool:
-        """Whether it may be asked to leave, at once or after a drain."""
-        return not (self.pinned or self.loading or self.unloading)
+        """Whether it may be asked to leave, at once or after a drain that has an end."""
+        return not (self.pinned or self.loading or self.unloading or self.sessions)
 
 
 @dataclass(frozen=True, slots=True)

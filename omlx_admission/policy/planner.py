@@ -119,7 +119,7 @@ def plan(
     if any(m.loading or m.unloading for m in forced):
         return _SETTLE
     kept = frozenset(keep)
-    if any(m.model in kept for m in forced):
+    if any(m.model in kept or m.sessions for m in forced):
         return _BLOCKED
     # A pinned model may still be reloaded in another variant of itself.
     candidates = sorted(
@@ -134,13 +134,14 @@ def plan(
     if chosen is None:
         in_transit = [m for m in view.models.values() if m.loading or m.unloading]
         everybody = forced + candidates + in_transit
+        held = kept or any(m.sessions for m in view.models.values())
         if in_transit and fits(view, size, everybody):
             return _SETTLE
         if view.never_refuse:
             chosen = _as_well_as_possible(view, forced, candidates)
         if chosen is None and in_transit and view.never_refuse:
             return _SETTLE
-        if chosen is None and not everybody and not kept and _places(view, []):
+        if chosen is None and not everybody and not held and _places(view, []):
             # The memory is held by residue of a failed load, or by another process:
             # asking the pool evicts nobody, and its refusal names what is in the way.
             return _ASK

@@ -86,11 +86,16 @@ def _late(load: Swap, view: PoolView, now: float) -> str:
 
 
 def _in_use(model: ModelView) -> str:
-    """A model that is in use, and by how many; an answer that stalls is named."""
+    """A model that is in use, and by how many; what may last without running is named."""
     if not model.leases:
         return f"'{model.model}'"
-    stalled = f", {model.unread} of them for a client that does not read"
-    return f"'{model.model}' ({model.leases} running{stalled if model.unread else ''})"
+    parts = [f"{model.leases} running"]
+    if model.unread:
+        parts.append(f"{model.unread} of them for a client that does not read")
+    if model.sessions:
+        open_ = "an open realtime session" if model.sessions == 1 else "open realtime sessions"
+        parts.append(f"{model.sessions} of them {open_}")
+    return f"'{model.model}' ({', '.join(parts)})"
 
 
 def ceiling_now(size: int, view: PoolView) -> str:

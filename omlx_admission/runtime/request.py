@@ -38,6 +38,9 @@ queueing = False
 #: Every HTTP request that is handled now.
 live: set[Request] = set()
 
+#: Every socket that is open now.
+sockets: set[Request] = set()
+
 #: Requests that send something which does not leave, because their clients do not read,
 #: and since when (monotonic). What is sent at once is never seen in it.
 blocked: dict[Request, float] = {}
@@ -209,10 +212,12 @@ class RequestMiddleware:
                 live.add(request)
                 await self._http(request, scope, send)
             else:
+                sockets.add(request)
                 await self.app(scope, request.receive, send)
         finally:
             current.reset(token)
             live.discard(request)
+            sockets.discard(request)
             request.end()
 
     async def _http(self, request: Request, scope: Scope, send: Send) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import stalled
+from omlx_admission.hooks import phantom, stalled
 from omlx_admission.hooks.pool_port import admission_refused
 from omlx_admission.runtime import request as requests
 
@@ -369,6 +369,125 @@ class TestACountOfTokens:
             with within(request_to(COUNT)), pytest.raises(admission_refused()):
                 await house.get("a")
             await house.release("a")
+            await for_b
+            await house.release("b")
+            house.assert_idle()
+
+        run(test)
+
+
+REALTIME = "/realtime"
+
+
+class TestAnOpenSession:
+    """C19: a socket that may stay open for ever, under which nothing runs."""
+
+    def test_c19_its_model_serves_on_and_the_other_one_is_told_why(
+        self, make_house: Make, mocker: Any
+    ) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            entry, socket, for_b = house.entry("a"), request_to(REALTIME), request_to(CHAT)
+            mocker.patch.object(requests, "sockets", {socket})
+            with within(socket):
+                engine = await house.get("a", lease=False)
+            for_b.max_wait = 0.3
+            with within(for_b):
+                refused = house.ask("b")
+            await settle()
+            for _ in range(5):
+                # At once: the gate is open, nothing drains.
+                other = house.ask("a")
+                await settle()
+                assert other.done()
+                assert await other is engine
+                await house.release("a")
+                assert entry.pending_unload_reason is None
+                await asyncio.sleep(0.01)
+            with pytest.raises(admission_refused()):
+                await refused
+            assert for_b.refusal is not None
+            words = "'a' (1 running, 1 of them an open realtime session) in use"
+            assert words in for_b.refusal.message
+            waits = house.ask("b")
+            await settle()
+            assert not waits.done()
+            requests.sockets.clear()
+            socket.end()
+            await waits
+            await house.release("b")
+            house.assert_idle()
+
+        run(test)
+
+    def test_c19_another_model_leaves_instead(self, make_house: Make, mocker: Any) -> None:
+        """A was used longest ago, and would leave first."""
+
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            socket = request_to(REALTIME)
+            mocker.patch.object(requests, "sockets", {socket})
+            with within(socket):
+                await house.get("a", lease=False)
+            await house.get("p")
+            for_d = house.ask("d")
+            await settle()
+            assert not for_d.done()
+            await house.release("p")
+            await for_d
+            assert house.resident() == {"a", "d"}
+            await house.release("d")
+            socket.end()
+            house.assert_idle()
+
+        run(test)
+
+
+class TestAnEngineThatSaysActive:
+    """P2: for ever, though nobody holds it and its scheduler has no work."""
+
+    def test_p2_it_counts_as_idle_after_a_moment(
+        self, make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def test() -> None:
+            house = make_house(max_age_s=0.0)
+            engine = await house.get("a", lease=False)
+            engine.has_active_requests.return_value = True
+            for_b = house.ask("b")
+            await asyncio.sleep(0.05)
+            assert not for_b.done(), "it is believed for a moment"
+            mocker.patch.object(phantom, "AFTER_S", 0.02)
+            await for_b
+            assert house.resident() == {"b"}
+            await house.release("b")
+            house.assert_idle()
+
+        run(test)
+        assert caplog.text.count("calls itself active") == 1
+
+    @pytest.mark.parametrize("work", ["thread", "diffusion", "scheduler", "lease"])
+    def test_p2_b26_b43_work_is_believed_as_long_as_it_lasts(
+        self, make_house: Make, mocker: Any, work: str
+    ) -> None:
+        async def test() -> None:
+            mocker.patch.object(phantom, "AFTER_S", 0.0)
+            house = make_house(max_age_s=0.0)
+            engine = await house.get("a", lease=work == "lease")
+            engine.has_active_requests.return_value = True
+            scheduler = mocker.Mock(running=[], waiting=[], prefilling=[], requests={})
+            scheduler.has_requests.return_value = work == "scheduler"
+            core = mocker.Mock(scheduler=scheduler, _closed=False, _task=None)
+            engine._engine = mocker.Mock(engine=core)
+            if work == "thread":
+                engine._active_count = 1
+            elif work == "diffusion":
+                engine.is_diffusion_model = True
+            for_b = house.ask("b")
+            await asyncio.sleep(0.05)
+            assert not for_b.done()
+            engine.has_active_requests.return_value = False
+            if work == "lease":
+                await house.release("a")
             await for_b
             await house.release("b")
             house.assert_idle()
