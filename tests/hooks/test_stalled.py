@@ -433,6 +433,8 @@ class TestAnOpenSession:
             for_d = house.ask("d")
             await settle()
             assert not for_d.done()
+            assert house.entry("a").pending_unload_reason is None
+            assert house.entry("p").pending_unload_reason is not None
             await house.release("p")
             await for_d
             assert house.resident() == {"a", "d"}
