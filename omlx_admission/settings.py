@@ -131,7 +131,7 @@ VARIABLES: tuple[Variable, ...] = (
         "max_queue",
         _count,
         _COUNT,
-        "most requests that may wait in the process",
+        "most requests that may wait for models not in memory, and as many for those that are",
     ),
     Variable(
         "OMLX_ADMISSION_MAX_MODELS",

@@ -253,8 +253,9 @@ class Admission:
         view = self.port.view((*self.policy.targets, target), self.settings.max_models)
         if target in view.ready and target.model not in self.gated:
             most = view.models[target.model].most
+            no_wait = budget == 0 or self.settings.max_queue == 0
             if unpaced or (
-                budget == 0 and (most is None or view.models[target.model].leases < most)
+                no_wait and (most is None or view.models[target.model].leases < most)
             ):
                 return self._taken(target)
         elif target not in view.ready and never_fits(target, ask.size, view):

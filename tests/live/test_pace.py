@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -106,3 +108,78 @@ def test_c3_a_model_behind_a_long_queue_is_served_after_what_runs(
     assert for_b.ok, for_b
     # What runs, and what the engine holds next; one more may have ended as the gate closed.
     assert len(before_b) <= slots + max(1, slots // 4) + 1, len(before_b)
+
+
+def test_c7_a_batch_for_b_turns_nobody_away_from_a(serve: Serve) -> None:
+    server = serve(load_s=0.3, OMLX_ADMISSION_MAX_QUEUE="10", OMLX_ADMISSION_MAX_AGE_S="0")
+    client = Client(server.url)
+
+    async def scenario() -> tuple[list[Answer], Answer]:
+        await client.chat("a")
+        stream = asyncio.create_task(client.chat("a", tokens=150, stream=True))
+        await asyncio.sleep(0.3)
+        batch = [asyncio.create_task(client.chat("b")) for _ in range(15)]
+        await asyncio.wait(batch, return_when=asyncio.FIRST_COMPLETED)  # a refusal
+        for_a = await client.chat("a")
+        assert (await stream).ok
+        return await asyncio.gather(*batch), for_a
+
+    batch, for_a = asyncio.run(scenario())
+    assert for_a.ok, for_a
+    assert sorted(a.status for a in batch) == [200] * 10 + [503] * 5
+    refused = next(a for a in batch if a.status == 503)
+    assert "Model 'b' is not loaded and 10 requests wait already" in refused.body
+
+
+def test_c8_a_process_that_was_stopped_refuses_nobody_whose_model_comes(
+    serve: Serve,
+) -> None:
+    server = serve(load_s=3.0, OMLX_ADMISSION_MAX_WAIT_S="8")
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        asked = [asyncio.create_task(client.chat("b", stream=i % 2 == 0)) for i in range(5)]
+        for _ in range(500):
+            if "swapping to 'b'" in server.log:
+                break
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.0)
+        os.kill(server.pid, signal.SIGSTOP)
+        await asyncio.sleep(9.0)
+        os.kill(server.pid, signal.SIGCONT)
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(scenario())
+    assert all(a.ok for a in answers), [a for a in answers if not a.ok]
+
+
+def test_c3_a_refused_waiter_is_served_when_it_returns(serve: Serve) -> None:
+    """The drain goes on meanwhile: its client finds it done, whatever runs for how long."""
+    server = serve(
+        load_s=0.3,
+        arguments=["--max-concurrent-requests", "1"],
+        OMLX_ADMISSION_MAX_AGE_S="0.2",
+    )
+    client = Client(server.url)
+
+    async def scenario() -> tuple[Answer, Answer]:
+        await client.chat("a")
+
+        async def again_and_again() -> None:
+            while True:
+                await client.chat("a", tokens=60)
+
+        crowd = [asyncio.create_task(again_and_again()) for _ in range(6)]
+        await asyncio.sleep(0.5)
+        first = await client.chat("b", headers={"X-OMLX-Max-Wait": "0.5"})
+        await asyncio.sleep(int(first.headers["retry-after"]))
+        second = await client.chat("b", headers={"X-OMLX-Max-Wait": "20"})
+        for one in crowd:
+            one.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+        return first, second
+
+    first, second = asyncio.run(scenario())
+    assert first.status == 503
+    assert second.ok, second
+    assert "the drain of 'a' is withdrawn" not in server.log

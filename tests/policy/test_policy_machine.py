@@ -38,6 +38,8 @@ class PolicyMachine(RuleBasedStateMachine):
         never_refuse=st.booleans(),
         pinned=st.booleans(),
         grouped=st.booleans(),
+        places=st.sampled_from([None, 1, 2]),
+        back_in=st.sampled_from([None, 1.0, 30.0]),
     )
     def start(
         self,
@@ -48,6 +50,8 @@ class PolicyMachine(RuleBasedStateMachine):
         never_refuse: bool,
         pinned: bool,
         grouped: bool,
+        places: int | None,
+        back_in: float | None,
     ) -> None:
         self.budget = budget
         models = {
@@ -56,6 +60,7 @@ class PolicyMachine(RuleBasedStateMachine):
                 size,
                 pinned=pinned and name == "P",
                 exclusive="hooks" if grouped and name in "DE" else None,
+                places=places,
             )
             for name, size in SIZES.items()
         }
@@ -65,6 +70,7 @@ class PolicyMachine(RuleBasedStateMachine):
             CEILING,
             max_models,
             never_refuse,
+            refusing=lambda _request: back_in,
         )
 
     # -- clients ------------------------------------------------------------
@@ -118,7 +124,7 @@ class PolicyMachine(RuleBasedStateMachine):
         world = self.world
         until = world.now + seconds
         for _ in range(40):
-            wake = world.policy.wake_at if world.policy.waiting else None
+            wake = world.policy.wake_at if world.policy.active else None
             expiry = min((r.arrived + r.budget for r in self._waiting()), default=None)
             due = min((t for t in (wake, expiry) if t is not None), default=until)
             if due > until:
@@ -155,8 +161,10 @@ class PolicyMachine(RuleBasedStateMachine):
         waited = [r for r in self._waiting() if r.target == job.target]
         self.world.end_load(result)
         if result == "ok":
-            # B07: all of them, in the very step that made the model resident.
-            assert all(r.outcome is Outcome.GRANTED for r in waited)
+            # B07: all that have a place, in the very step that made the model resident.
+            places = self.world.models[job.target.model].places
+            granted = [r.outcome is Outcome.GRANTED for r in waited]
+            assert granted == [places is None or i < places for i in range(len(waited))]
         if result == "failed":
             assert all(r.outcome is Outcome.FAILED for r in waited)
 
@@ -241,6 +249,7 @@ class PolicyMachine(RuleBasedStateMachine):
             world.cancel_load()
         for name in self._unloading():
             world.end_unload(name)
+        world.now += 100.0  # nobody who was told to come back is expected any more
         world.step()
         world.check_idle()
 

@@ -36,7 +36,10 @@ class Queue(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop()
-        self.pool = FakePool({n: Model(s) for n, s in SIZES.items()}, ceiling=10)
+        # Text engines with one slot and with two, and one that takes whatever comes.
+        places = {"a": 2, "b": 3, "d": 2}
+        models = {n: Model(s, places=places.get(n)) for n, s in SIZES.items()}
+        self.pool = FakePool(models, ceiling=10)
         self.admission = Admission(
             self.pool,
             Settings(max_wait_s=120.0, max_queue=8),
@@ -73,7 +76,11 @@ class Queue(RuleBasedStateMachine):
         number = self.count
         # As the hook does: a resident whose gate is open never meets the queue.
         entry = self.pool.models[model]
-        if entry.engine and not entry.loading and model not in self.admission.gated:
+        taken = model in self.admission.paced or (
+            entry.places is not None and entry.leases >= entry.places
+        )
+        gated = model in self.admission.gated
+        if entry.engine and not entry.loading and not gated and not taken:
             entry.leases += 1
             self.running[number], self.outcomes[number] = model, "served"
             return number
