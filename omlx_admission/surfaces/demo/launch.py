@@ -26,6 +26,9 @@ clean-up after one, which is what a GPU fault does to them.
 
 ``descriptors``: most files and sockets that the server may have open at once.
 
+``evicting``: models whose every step asks for memory, as a long prompt's prefill does
+where there is next to none: the engine's loop waits until the pool has looked for some.
+
 ``keepalive_s``: interval of oMLX's keep-alives on streams, which no option of oMLX's sets.
 
 ``pretend_audio``: audio engines load nothing and answer something made up: no tiny model
@@ -44,6 +47,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import wrapt
@@ -112,6 +116,10 @@ def slow_down(plan: dict[str, Any]) -> None:
             lambda server: hurry(server._with_sse_keepalive, float(plan["keepalive_s"])),
             "omlx.server",
         )
+    if "evicting" in plan:
+        wrapt.register_post_import_hook(
+            lambda module: _evict(module.EngineCore, plan["evicting"]), "omlx.engine_core"
+        )
     if "fault_file" in plan:
         wrapt.register_post_import_hook(
             lambda module: _break(module.Scheduler, plan["fault_file"]), "omlx.scheduler"
@@ -132,6 +140,22 @@ def _break(scheduler: Any, path: str) -> None:
 
     for name in ("step", "fail_all_requests"):
         wrapt.wrap_function_wrapper(scheduler, name, guarded)
+
+
+def _evict(core: Any, models: list[str]) -> None:
+    """Let every burst of steps of ``models`` end with a prefill that wants memory."""
+
+    def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+        outputs = wrapped(*args, **kwargs)
+        name = os.path.basename(str(engine.config.model_name).rstrip("/"))
+        if name in models and outputs[-1].outputs:
+            # Nothing but these two is read; no victim makes that much room.
+            outputs[-1].prefill_eviction_request = SimpleNamespace(
+                request_id="the plan", target_cap_bytes=1, predicted_transient_bytes=1
+            )
+        return outputs
+
+    wrapt.wrap_function_wrapper(core, "_step_burst", step)
 
 
 def _turns(value: Any) -> list[float]:
