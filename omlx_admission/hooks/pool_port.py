@@ -125,7 +125,7 @@ def _wants_dflash(target: Target) -> bool:
 
 
 def _is_dflash(engine: Any) -> bool:
-    # By name, as stock has it: the class may not be importable.
+    # By name: the class may not be importable.
     return type(engine).__name__ == _DFLASH_ENGINE
 
 
@@ -187,7 +187,7 @@ class OmlxPool:
     def _extra(self, entry: Any, settings: object | None) -> int:
         """Bytes that the settings of a load add to the model's own.
 
-        Stock writes a line to the log each time it is asked, so it is asked once for
+        The pool writes a line to the log each time it is asked, so it is asked once for
         the same settings.
         """
         pool, model = self._pool, entry.model_id

@@ -153,7 +153,6 @@ NEEDS = (
     *holding.NEEDS,
     *engines.NEEDS,
     *unlocked.NEEDS,
-    ENFORCER,
     *stalled.NEEDS,
     *SERVED,
     *ENTRY,
@@ -479,7 +478,8 @@ async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
 
 def is_enforcer(pool: Any) -> bool:
     """Whether the memory enforcer runs now; it unloads only what it has found idle."""
-    task = getattr(pool._process_memory_enforcer, "_task", None)
+    enforcer = getattr(pool, "_process_memory_enforcer", None)
+    task = getattr(enforcer, "_task", None)
     return task is not None and task is asyncio.current_task()
 
 

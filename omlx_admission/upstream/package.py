@@ -16,6 +16,7 @@ from omlx_admission.upstream.transplant import LICENSE, Recipe, transplant
 #: Ours, below ``omlx_admission``, to its name in ``omlx/admission/``.
 MODULES = {
     "hooks.ceiling": "ceiling",
+    "hooks.engines": "engines",
     "hooks.errors": "errors",
     "hooks.holding": "holding",
     "hooks.kinds": "kinds",
@@ -38,6 +39,7 @@ MODULES = {
     "runtime.port": "port",
     "runtime.refusal": "refusal",
     "runtime.request": "request",
+    "runtime.to_its_end": "to_its_end",
     "settings": "settings",
 }
 
@@ -111,6 +113,9 @@ REFUSAL = Recipe(
     },
 )
 
+ENGINES = Recipe("hooks.engines", keep=("lives", "runs"))
+TO_ITS_END = Recipe("runtime.to_its_end")
+
 
 def make(recipe: Recipe) -> Callable[[], str]:
     """What makes the text of the module of ``recipe``."""
@@ -133,6 +138,13 @@ REQUEST_MODULES = {
     "admission/__init__.py": _init,
     "admission/refusal.py": make(REFUSAL),
     "admission/request.py": make(REQUEST),
+}
+
+
+#: Of every change that hands engines out, or asks whether one is held.
+ENGINE_MODULES = {
+    "admission/__init__.py": _init,
+    "admission/engines.py": make(ENGINES),
 }
 
 

@@ -111,12 +111,22 @@ POOL_PORT = Recipe(
         "resident.is_vlm(entry.engine)": (
             "isinstance(entry.engine, self._module.VLMBatchedEngine)"
         ),
+        "dead.bury(self._pool, model)": None,
+        "self._last_used(model_id, entry)": "entry.last_access",
+        "state_of(pool).used[target.model] = time.monotonic()": None,
         "_exceptions()": "exceptions",
         "stalled.let_go(self._pool, model_id, entry)": None,
         "stalled.unread(model_id, entry)": "0",
         "admission_refused()(refusal)": "AdmissionRefused(refusal)",
     },
-    drop=("VIEW_NEEDS", "_exceptions", "_refused_class", "OmlxPool.at_rest", "OmlxPool.in_use"),
+    drop=(
+        "VIEW_NEEDS",
+        "_exceptions",
+        "_refused_class",
+        "OmlxPool.at_rest",
+        "OmlxPool.in_use",
+        "OmlxPool._last_used",
+    ),
     replace={
         "admission_refused": '''
 class AdmissionRefused(exceptions.SchedulerQueueFullError):
@@ -152,10 +162,12 @@ def give_back(self, model: str, engine: Any) -> None:
         "read by the wrapper of\n#: ``_find_lru_victim``, which stock calls from within": (
             "read by\n#: ``_find_lru_victim``, which the pool calls from within"
         ),
-        "Stock raises where the other one is busy, after it": (
-            "The pool raises where the other one is busy, after it"
+        "Stock raises where\n#: another one is busy": (
+            "The pool raises where\n#: another one is busy"
         ),
-        "Bytes that stock admission": "Bytes that the pool's own admission",
+        "Those are what stock admission will count": (
+            "Those are what the pool's own admission will count"
+        ),
         "Raise what stock would raise without": "Raise what the pool would raise without",
         "failed, and stock caches that": "failed, and the pool caches that",
         "behind\n            # (before 0.5.4); what": "behind;\n            # what",

@@ -72,6 +72,7 @@ gives its lease back first. Callers outside a request are left as they were.
     edits={"engine_pool.py": engine_pool, "server.py": server},
     modules={
         **package.REQUEST_MODULES,
+        **package.ENGINE_MODULES,
         "admission/holding.py": package.make(HOLDING),
         "admission/leases.py": package.verbatim("leases", "leases.py"),
     },

@@ -14,6 +14,16 @@ POOL = "EnginePool"
 _MARKS = {"state.unloading": "self._unloading_models"}
 
 
+_UNLOAD_MARKED = '''
+async def _unload_marked_engine(self, model_id: str) -> None:
+    """Tear a marked engine down; the mark ends with the teardown, never before."""
+    try:
+        await self._stop_and_unload_engine(model_id)
+    finally:
+        self._unloading_models.pop(model_id).set()
+'''
+
+
 def _acquire() -> str:
     """`hooks.resident.ready_engine` as a method, with the hand-out in the same step."""
     return as_method(
@@ -97,6 +107,9 @@ def engine_pool(module: cst.Module) -> cst.Module:
         """,
     )
     module = docstrings.reword(module, f"{POOL}.acquire", "under the pool lock ", "")
+    module = editing.add_import(module, "from .admission.engines import lives")
+    module = editing.add_import(module, "from .admission.to_its_end import to_its_end")
+    module = editing.insert_method(module, _UNLOAD_MARKED, after=f"{POOL}._unload_engine")
     return editing.split_function(
         module,
         f"{POOL}._unload_engine",
@@ -106,12 +119,10 @@ def engine_pool(module: cst.Module) -> cst.Module:
         entry = self._entries.get(model_id)
         if entry is None or entry.engine is None:
             return
-        done = self._unloading_models[model_id] = asyncio.Event()
-        try:
-            await self._stop_and_unload_engine(model_id)
-        finally:
-            del self._unloading_models[model_id]
-            done.set()
+        self._unloading_models[model_id] = asyncio.Event()
+        await to_its_end(
+            self._unload_marked_engine(model_id), f"engine-unload:{model_id}"
+        )
         """,
         rest="_stop_and_unload_engine",
         doc="Tear the engine of a model down; its id is marked in _unloading_models.",
@@ -149,7 +160,10 @@ get_engine now hands out a loaded engine in one synchronous step, under the
 conditions that the locked path checks, and leases are given back the same way
 unless a pending unload has to see it. _unload_engine marks the model before its
 first await: a marked model is not handed out, and a second unload of it waits
-for the first. Loads, evictions and pending unloads keep the lock.
+for the first. A teardown runs in a task of its own: a cancel of its caller is
+raised when it is over, and leaves neither a dead engine nor its bytes behind.
+An engine that was stopped, or whose loop has ended, is not handed out either.
+Loads, evictions and pending unloads keep the lock.
 
 A loaded model's latency no longer depends on what else loads or unloads.
 """,
@@ -157,4 +171,8 @@ A loaded model's latency no longer depends on what else loads or unloads.
     features=("resident",),
     edits={"engine_pool.py": engine_pool, "process_memory_enforcer.py": enforcer},
     optional=frozenset({"process_memory_enforcer.py"}),
+    modules={
+        **package.ENGINE_MODULES,
+        "admission/to_its_end.py": package.make(package.TO_ITS_END),
+    },
 )

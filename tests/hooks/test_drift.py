@@ -19,7 +19,7 @@ ALL = suite.SETTINGS
 
 POOL = "engine_pool.py"
 QUEUE = {"queue", "unloads", "stream_hold"}
-PATH = {"resident", "leases", "off_loop_close"}
+PATH = {"resident", "leases", "off_loop_close", "dead_engines"}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ OFF = {
     ),
     "an entry's id": (QUEUE, (POOL, r"\n    model_id: str\b", "\n    id: str")),
     "the enforcer's name": (
-        QUEUE,
+        {*QUEUE, "errors", "surfaces"},
         (POOL, r"\b_process_memory_enforcer\b", "_memory_enforcer"),
     ),
     "a mark that says nothing": (
@@ -137,7 +137,7 @@ OFF = {
         ),
     ),
     "the core by another name": (
-        {"off_loop_close"},
+        {"off_loop_close", "dead_engines"},
         ("engine/batched.py", r"\bself\._engine\b", "self._core"),
     ),
     "an embedder by another name": (
