@@ -66,19 +66,20 @@ async def _cleared(pool: Any, state: PoolState) -> AsyncIterator[None]:
     """Nothing is in use or on its way, as far as the budget allows; the lock is ours."""
     locked = False
     try:
-        assert state.admission is not None
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + state.admission.budget(requests.current.get())
-        await _clear(pool, deadline)
-        deadline = max(deadline, loop.time() + _LOCK_S)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline):
-                locked = await pool._lock.acquire()
-        # Stock sets the count to nothing, and joins only teardowns of what it finds loaded.
-        await Leave(None).wait(lambda: not unloading_models(pool), deadline, None)
-    except Exception as error:  # noqa: BLE001 - stock does it in its own way
-        faults.note("the change of model folders", error)
-    try:
+        try:
+            assert state.admission is not None
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + state.admission.budget(requests.current.get())
+            await _clear(pool, deadline)
+            deadline = max(deadline, loop.time() + _LOCK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    locked = await pool._lock.acquire()
+            # Stock sets the count to nothing, and joins only teardowns of what it finds
+            # loaded.
+            await Leave(None).wait(lambda: not unloading_models(pool), deadline, None)
+        except Exception as error:  # noqa: BLE001 - stock does it in its own way
+            faults.note("the change of model folders", error)
         yield
     finally:
         if locked:
