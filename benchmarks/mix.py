@@ -351,6 +351,7 @@ class Mix:
     async def _sample(self) -> None:
         """K3: what is in memory, comes or goes is never more than the ceiling."""
         loading: set[str] = set()
+        told = ""
         then = time.monotonic()
         while True:
             try:
@@ -364,7 +365,9 @@ class Mix:
             self._most = max(self._most, total)
             self.figures["samples"] += 1
             what = ", ".join(f"{m['model']} {m['state']}" for m in held)
-            if total > CEILING_GB * _GB:
+            # Said once: it may last for many looks.
+            if total > CEILING_GB * _GB and what != told:
+                told = what
                 self.broken.append(f"{total / _GB:.2f} GB at once: {what}")
             new = {m["model"] for m in held if m["state"] == "loading"}
             ceiling = self._ceiling_since(then - _DECIDED_S) * _GB
