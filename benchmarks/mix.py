@@ -229,7 +229,9 @@ class Mix:
         chance = self._chance(name)
         for pause in self._every(chance, 0.5, 5.0):
             await asyncio.sleep(pause)
-            model = chance.choice("abcd")
+            # Mostly one that answers: the others are nearly always absent.
+            answering = [r.model for r in self.records if r.content and not r.ended]
+            model = chance.choice([m for m in answering if m in "abcd"] or "abcd")
             what = chance.choices(
                 ("load", "unload", "reload", "pin", "count"), weights=(30, 40, 5, 15, 30)
             )[0]
