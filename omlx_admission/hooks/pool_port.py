@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from omlx_admission.hooks import books, dead, gpu_jobs, holding, phantom, resident, stalled
+from omlx_admission.hooks import books, dead, gpu_jobs, phantom, resident, stalled
 from omlx_admission.hooks import ceiling as ceilings
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
@@ -27,7 +27,6 @@ from omlx_admission.hooks.pool_state import (
 )
 from omlx_admission.policy.model import ModelView, PoolView, Target
 from omlx_admission.policy.planner import too_large_now
-from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.load_work import LoadWork
 from omlx_admission.runtime.port import Ask
 from omlx_admission.runtime.refusal import Refusal
@@ -260,7 +259,7 @@ class OmlxPool:
             busy=is_busy(entry),
             leases=entry.in_use,
             unread=stalled.unread(model_id, entry),
-            sessions=_sessions(model_id, entry),
+            sessions=stalled.sessions(model_id, entry),
             pinned=entry.is_pinned,
             loading=entry.is_loading,
             # Told to leave by somebody else than the queue: it will, and nobody may
@@ -511,11 +510,6 @@ def is_busy(entry: Any) -> bool:
     except Exception:  # noqa: BLE001 - a check that cannot answer must not pin memory
         return False
     return active and not phantom.is_phantom(engine)
-
-
-def _sessions(model: str, entry: Any) -> int:
-    """How many open sockets hold the engine of a model, at work or not."""
-    return sum(holding.holds(r, model, entry.engine) for r in requests.sockets)
 
 
 def _exceptions() -> Any:

@@ -58,6 +58,11 @@ def unread(model: str, entry: Any) -> int:
     return sum(holding.leases(h) for h in holders(model, entry.engine).values())
 
 
+def sessions(model: str, entry: Any) -> int:
+    """How many open sockets hold the engine of ``entry``, at work or not (C19)."""
+    return sum(holding.holds(r, model, entry.engine) for r in requests.sockets)
+
+
 def let_go(pool: Any, model: str, entry: Any) -> None:
     """Take the leases of ``model`` back where nothing but such answers holds it."""
     if not requests.blocked or entry.in_use <= 0 or entry.engine is None:

@@ -117,6 +117,8 @@ POOL_PORT = Recipe(
         "_exceptions()": "exceptions",
         "stalled.let_go(self._pool, model_id, entry)": None,
         "stalled.unread(model_id, entry)": "0",
+        "stalled.sessions(model_id, entry)": "0",
+        "return active and not phantom.is_phantom(engine)": "return active",
         "admission_refused()(refusal)": "AdmissionRefused(refusal)",
     },
     drop=(
