@@ -66,6 +66,7 @@ QUEUE = Recipe(
     drop=(
         "Admission._observe_swap",
         "Admission._observe_refusal",
+        "Admission.loaded_by_hand",
         "Admission.closing",
         "Admission.budget",
     ),
@@ -274,6 +275,7 @@ def engine_pool(module: cst.Module) -> cst.Module:
             return None
         if lease and self._admission.is_taken(model_id):
             return None
+        self._admission.policy.first_use(model_id)
         """,
     )
     module = editing.replace_statement(

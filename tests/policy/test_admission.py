@@ -510,6 +510,42 @@ class TestLateLoads:
         assert self.hint(self.late(), 20.0) == pytest.approx(5.0)
 
 
+class TestByHand:
+    """C5: who loads a model by hand finds it there at the first use."""
+
+    def waits(self) -> World:
+        """A was loaded by hand and is idle; B is wanted, and older than any age."""
+        world = house(dials=Dials(max_age=0.0))
+        world.policy.keep_for_first_use("A", 0.0)  # type: ignore[attr-defined]
+        world.arrive(B)
+        assert world.job is None
+        return world
+
+    def test_it_is_left_until_it_is_used(self) -> None:
+        world = self.waits()
+        at(world, 9.0)
+        assert world.job is None
+        world.policy.first_use("A")  # type: ignore[attr-defined]
+        world.step()
+        assert world.job is not None
+
+    def test_or_until_the_moment_ends(self) -> None:
+        world = self.waits()
+        for second in range(1, 10):
+            at(world, float(second))
+            # Asking again does not prolong it.
+            world.policy.keep_for_first_use("A", world.now)  # type: ignore[attr-defined]
+        assert world.job is None
+        at(world, 10.0)
+        assert world.job is not None
+
+    def test_what_wants_the_model_itself_does_not_wait(self) -> None:
+        world = house(dials=Dials(max_age=0.0))
+        world.policy.keep_for_first_use("A", 0.0)  # type: ignore[attr-defined]
+        world.arrive(Target("A", "other settings"))
+        assert world.job is not None
+
+
 class TestForecast:
     def seconds(self, world: World, target: Target) -> float:
         view = world.view((*world.policy.targets, target))
