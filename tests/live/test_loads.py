@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 
@@ -19,6 +21,14 @@ Serve = Callable[..., Server]
 def swaps(server: Server) -> list[str]:
     """Models whose load ended, in order, as the log tells it."""
     return re.findall(r"admission: '(\w+)' resident", server.log)
+
+
+def ask_for_no_key(folder: Path) -> None:
+    """Nor for a session, on the admin's routes of the first server."""
+    base = folder / "base0"
+    base.mkdir()
+    settings = {"auth": {"skip_api_key_verification": True}}
+    (base / "settings.json").write_text(json.dumps(settings))
 
 
 async def patiently(client: Client, model: str, tries: int) -> list[Answer]:
@@ -103,7 +113,7 @@ def test_p1_a_stuck_load_costs_nobody_else_a_place(serve: Serve, tmp_path: Path)
         served.append(await client.chat("d"))
         status = (await client.get("/admission/status"))[1]
         assert not status["health"]["ok"]
-        assert any("b" in problem for problem in status["health"]["problems"]), status["health"]
+        assert {p["model"] for p in status["health"]["problems"]} == {"b"}, status["health"]
         states = {m["model"]: m["state"] for m in status["models"]}
         assert states["b"] == "loading"
         over.touch()
@@ -116,3 +126,82 @@ def test_p1_a_stuck_load_costs_nobody_else_a_place(serve: Serve, tmp_path: Path)
     assert all(a.ok for a in served), served
     assert "evicting 'd'" not in server.log
     assert server.log.count("swapping to 'b'") == 1
+
+
+@pytest.mark.parametrize("door", ["/v1/models", "/admin/api/models"])
+def test_c6_load_of_a_model_that_drains_waits_until_it_serves_again(
+    serve: Serve, tmp_path: Path, door: str
+) -> None:
+    ask_for_no_key(tmp_path)
+    server = serve(
+        load_s=0.5,
+        OMLX_ADMISSION_MAX_AGE_S="0",
+        OMLX_ADMISSION_LINGER_S="0",
+    )
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        assert (await client.chat("a")).ok
+        stream = asyncio.create_task(client.chat("a", tokens=150, stream=True))
+        for_b = asyncio.create_task(client.chat("b", delay=0.3))
+
+        async def drains() -> bool:
+            return "'a' drains for 'b'" in server.log
+
+        await until(drains)
+        loaded = await client.post(f"{door}/a/load", {})
+        assert swaps(server) == ["a", "b", "a"]
+        return [await stream, await for_b, loaded, await client.chat("a")]
+
+    answers = asyncio.run(scenario())
+    assert all(a.ok for a in answers), answers
+    assert answers[2].body.count("Loaded a") == 1, answers[2]
+    assert swaps(server) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize("door", ["/v1/models", "/admin/api/models"])
+def test_c24_a_load_joins_a_load(serve: Serve, tmp_path: Path, door: str) -> None:
+    ask_for_no_key(tmp_path)
+    server = serve(load_s=3.0)
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        first = asyncio.create_task(client.post(f"{door}/b/load", {}))
+        await until(loading(client, "b"))
+        return [await client.post(f"{door}/b/load", {}), await first]
+
+    answers = asyncio.run(scenario())
+    assert [a.status for a in answers] == [200, 200], answers
+    assert swaps(server) == ["b"]
+
+
+def test_c5_what_was_loaded_by_hand_is_there_at_its_first_use(serve: Serve) -> None:
+    """Three clients keep A wanted all the time."""
+    server = serve(load_s=0.5, OMLX_ADMISSION_MAX_AGE_S="1", OMLX_ADMISSION_LINGER_S="0")
+    client = Client(server.url)
+
+    async def scenario() -> list[Answer]:
+        over = asyncio.Event()
+        others: list[Answer] = []
+
+        async def use() -> None:
+            while not over.is_set():
+                others.append(await client.chat("a", tokens=20))
+
+        users = [asyncio.create_task(use()) for _ in range(3)]
+
+        async def in_use() -> bool:
+            return len(others) >= 3
+
+        await until(in_use)
+        loaded = await client.post("/v1/models/b/load", {})
+        await asyncio.sleep(0.5)
+        assert swaps(server)[-1] == "b", "it stays though A is wanted"
+        used = await client.chat("b")
+        assert swaps(server).count("b") == 1
+        over.set()
+        await asyncio.gather(*users)
+        return [loaded, used, *others]
+
+    answers = asyncio.run(scenario())
+    assert all(a.ok for a in answers), answers
