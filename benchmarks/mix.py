@@ -139,6 +139,7 @@ class Mix:
         self._events: list[tuple[float, float, str]] = []
         self._cuts: list[tuple[float, float, str]] = []
         self._ceilings = [(0.0, CEILING_GB)]
+        self._resident = ["a"]
         self._most = 0
         self._end = 0.0
         self._http: httpx.AsyncClient
@@ -229,9 +230,8 @@ class Mix:
         chance = self._chance(name)
         for pause in self._every(chance, 0.5, 5.0):
             await asyncio.sleep(pause)
-            # Mostly one that answers: the others are nearly always absent.
-            answering = [r.model for r in self.records if r.content and not r.ended]
-            model = chance.choice([m for m in answering if m in "abcd"] or "abcd")
+            # Mostly one that is there: of the others there is nothing to unload.
+            model = chance.choice(self._resident if chance.random() < 0.8 else "abcd")
             what = chance.choices(
                 ("load", "unload", "reload", "pin", "count"), weights=(30, 40, 5, 15, 30)
             )[0]
@@ -377,6 +377,8 @@ class Mix:
                 self.broken.append(
                     f"a load to {total / _GB:.2f} GB under {ceiling / _GB:.2f} GB: {what}"
                 )
+            resident = [m["model"] for m in held if m["state"] == "resident"]
+            self._resident = resident or self._resident
             loading, then = new, now
             await asyncio.sleep(0.1)
 
