@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from omlx_admission.hooks import faults, holding, resident, unload_modes
+from omlx_admission.hooks import faults, holding, resident, stalled, unload_modes
 from omlx_admission.hooks import requests as requests_hook
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
@@ -298,14 +298,7 @@ def _runs(errand: Errand, leave: Leave) -> bool:
         return True
     if _gone(errand):
         return False
-    works = getattr(errand.pool, "_entry_has_scheduler_work", None)
-    try:
-        if works is not None and getattr(errand.engine, "_engine", None) is not None:
-            # Its requests stay until their clients have read them; its scheduler's go.
-            return bool(works(errand.pool._entries[errand.model]))
-        return errand.engine.has_active_requests() is True
-    except Exception:  # noqa: BLE001 - a check that cannot answer must not pin memory
-        return False
+    return stalled.works(errand.pool, errand.pool._entries[errand.model])
 
 
 def _gone(errand: Errand) -> bool:
