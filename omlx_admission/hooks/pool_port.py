@@ -6,6 +6,7 @@ that what the plan calls a fit is what stock will call a fit.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import copy
 import sys
@@ -27,6 +28,7 @@ from omlx_admission.hooks.pool_state import (
 )
 from omlx_admission.policy.model import ModelView, PoolView, Target
 from omlx_admission.policy.planner import too_large_now
+from omlx_admission.runtime.footprint import Reading
 from omlx_admission.runtime.load_work import LoadWork
 from omlx_admission.runtime.port import Ask
 from omlx_admission.runtime.refusal import Refusal
@@ -62,6 +64,14 @@ VIEW_NEEDS = (
     ),
     Need(resident.POOL, "EngineEntry.estimated_size", Kind.VALUE, types=("int",)),
     Need(resident.POOL, "mx", Kind.NAME),
+    Need(
+        resident.POOL,
+        "EnginePool._admission_soft_target",
+        Kind.SYNC,
+        (),
+        returns=("int",),
+        optional=True,
+    ),
     # Here it may be imported from anywhere; how it is called is seen where it is defined.
     Need(resident.POOL, "get_phys_footprint", Kind.NAME),
     Need("omlx.utils.proc_memory", "get_phys_footprint", Kind.SYNC, (), returns=("int",)),
@@ -82,20 +92,32 @@ planned_victims: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVa
 
 
 class LoadAtHand(NamedTuple):
-    """The load of ours that runs in the current task."""
+    """A load of ours, while stock carries it out in ``task``."""
 
     port: OmlxPool
     ask: Ask
+    task: asyncio.Task[Any] | None
 
     def has_a_chance(self) -> bool:
         """Whether it would fit under the ceiling of this instant if all left that can."""
         target = self.ask.target
         return not too_large_now(target, self.ask.size, self.port.view((target,), 0))
 
+    def read(self) -> Reading:
+        """The memory of the process, and whether the load fits into the rest of it."""
+        return self.port.reading(self.ask.size)
 
-load_at_hand: contextvars.ContextVar[LoadAtHand | None] = contextvars.ContextVar(
+
+_load_at_hand: contextvars.ContextVar[LoadAtHand | None] = contextvars.ContextVar(
     "omlx_admission_load_at_hand", default=None
 )
+
+
+def load_at_hand() -> LoadAtHand | None:
+    """The load of ours that runs in the current task; tasks that it began are not it."""
+    load = _load_at_hand.get()
+    return load if load is not None and load.task is asyncio.current_task() else None
+
 
 #: First members of a variant that is not just a settings signature: a vision
 #: model wanted as text, and settings given by a caller of a pool without any.
@@ -234,8 +256,7 @@ class OmlxPool:
         ceiling, never_refuse = int(pool._current_ceiling()), False
         if ceiling <= 0 and hasattr(pool, "_fallback_admission_ceiling"):
             ceiling, never_refuse = int(pool._fallback_admission_ceiling()), True
-        tracked = int(pool._current_model_memory)
-        committed = max(int(module.mx.get_active_memory()), tracked)
+        committed = self._committed()
         return PoolView(
             models=models,
             exclusive={t: _DFLASH_GROUP for t in targets if self._is_exclusive(t)},
@@ -248,6 +269,20 @@ class OmlxPool:
             never_refuse=never_refuse,
             max_models=max_models,
         )
+
+    def _committed(self) -> int:
+        tracked = int(self._pool._current_model_memory)
+        return max(int(self._module.mx.get_active_memory()), tracked)
+
+    def reading(self, size: int) -> Reading:
+        """The memory of the process; ``size`` bytes are to come."""
+        pool = self._pool
+        targets = [int(pool._current_ceiling())]
+        if hasattr(pool, "_admission_soft_target"):
+            targets.append(int(pool._admission_soft_target()))
+        most = min((target for target in targets if target > 0), default=0)
+        footprint = int(self._module.get_phys_footprint())
+        return Reading(footprint, self._committed(), not most or footprint + size <= most)
 
     def _model_view(self, model_id: str, entry: Any, unloading: bool) -> ModelView:
         work = self._works.get(model_id) if entry.is_loading else None
@@ -396,7 +431,7 @@ class OmlxPool:
         # Stock refuses a marked model; the gate is closed, so nobody slips in.
         self.unmark(model)
         planned_victims.set(tuple(v for v in victims if v != model))
-        load_at_hand.set(LoadAtHand(self, ask))
+        _load_at_hand.set(LoadAtHand(self, ask, asyncio.current_task()))
         await self._make_places(ask, victims, max_models)
         self._loading[model] = ask.target
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import sys
 from typing import Any
 
@@ -34,8 +35,11 @@ from omlx_admission.hooks.pool_port import (
 from omlx_admission.hooks.pool_state import PoolState, state_of, unloading_models
 from omlx_admission.runtime import request as requests
 from omlx_admission.runtime.admission import Admission, QueueBroken
+from omlx_admission.runtime.footprint import settled
 from omlx_admission.runtime.port import Ask
 from omlx_admission.settings import Settings
+
+logger = logging.getLogger("omlx.admission")
 
 POOL = resident.POOL
 SERVER = "omlx.server"
@@ -279,12 +283,33 @@ class QueueHooks:
             state_of(pool).changed()
 
     @staticmethod
+    async def evict(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """After an eviction for a load of ours, wait until the footprint shows it (P5).
+
+        Within stock's own call, which believes the committed bytes after an eviction; a
+        later call would trust the footprint, and so do the guards of prompts.
+        """
+        load, before = load_at_hand(), None
+        try:
+            before = load.read() if load is not None else None
+        except Exception as error:  # noqa: BLE001 - the eviction goes on
+            faults.note("the reading of the footprint", error)
+        answer = await wrapped(*args, **kwargs)
+        if load is not None and before is not None:
+            try:
+                if not await settled(before, load.read):
+                    logger.info("admission: the footprint still counts what has left")
+            except Exception as error:  # noqa: BLE001 - the load goes on
+                faults.note("the reading of the footprint", error)
+        return answer
+
+    @staticmethod
     def find_victim(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         """Offer the planned victims first; synchronous and free of side effects.
 
         The enforcer calls this too; its task has no plan, so it gets stock's answer.
         """
-        load = load_at_hand.get()
+        load = load_at_hand()
         if load is not None and not load.has_a_chance():
             return None  # the ceiling fell meanwhile: nobody leaves for nothing
         for victim in planned_victims.get():
@@ -348,6 +373,7 @@ def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) 
     places.apply(ledger)
     ledger.wrap(module, "EnginePool.get_engine", hooks.get_engine)
     ledger.wrap(module, "EnginePool._load_engine", hooks.load)
+    ledger.wrap(module, "EnginePool._unload_engine", hooks.evict)
     ledger.wrap(module, "EnginePool._find_lru_victim", hooks.find_victim)
     ledger.wrap(module, "EnginePool._mark_pending_unload_locked", pending.mark)
     ledger.wrap(module, "EnginePool.discover_models", hooks.discover)
