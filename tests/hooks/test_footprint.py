@@ -119,7 +119,9 @@ def test_p5_an_unload_that_is_not_ours_waits_for_nothing(make_house: Make, mocke
     run(test)
 
 
-def test_p5_a_client_that_leaves_meanwhile_leaves_nothing(make_house: Make, mocker: Any) -> None:
+def test_p5_a_client_that_leaves_meanwhile_leaves_nothing(
+    make_house: Make, mocker: Any
+) -> None:
     async def test() -> None:
         house = make_house()
         kernel = Kernel(house, mocker)
