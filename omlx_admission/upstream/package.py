@@ -34,6 +34,7 @@ MODULES = {
     "policy.schedule": "schedule",
     "runtime.admission": "queue",
     "runtime.explain": "explain",
+    "runtime.footprint": "footprint",
     "runtime.load_work": "load_work",
     "runtime.own": "own",
     "runtime.port": "port",

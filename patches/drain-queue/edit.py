@@ -43,6 +43,7 @@ POLICY = (
         },
     ),
     Recipe("runtime.explain"),
+    Recipe("runtime.footprint"),
     Recipe(
         "runtime.load_work",
         text={
@@ -244,7 +245,7 @@ def engine_pool(module: cst.Module) -> cst.Module:
     for name in ("_acquire_loaded_engine", "_get_engine_past_teardown"):
         anchors.function(module, f"{POOL}.{name}")
     module = editing.add_import(
-        module, "from .admission.gate import PoolAdmission, announced, watched"
+        module, "from .admission.gate import PoolAdmission, announced, noticed, watched"
     )
     module = editing.insert_after_assignment(
         module,
@@ -312,6 +313,7 @@ def engine_pool(module: cst.Module) -> cst.Module:
     module = editing.insert_first(module, f"{POOL}.shutdown", "self._admission.shut_down()")
     for name in ("discover_models", "_unload_engine"):
         module = editing.decorate(module, f"{POOL}.{name}", "announced")
+    module = editing.decorate(module, f"{POOL}._unload_engine", "noticed")
     module = editing.decorate(module, f"{POOL}._load_engine", "watched")
     module = docstrings.add_raises(
         module,

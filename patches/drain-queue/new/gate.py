@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..exceptions import EnginePoolError
 from . import kinds, load_work
 from . import request as requests
+from .footprint import settled
 from .own import own
 from .places import places
 from .pool import EnginePoolPort, is_busy, load_at_hand, planned_victims
@@ -118,7 +119,7 @@ class PoolAdmission(Admission):
 
         The ceiling may have fallen since it was decided; nothing is evicted in vain.
         """
-        load = load_at_hand.get()
+        load = load_at_hand()
         return load is None or load.has_a_chance()
 
     def planned_victim(self) -> str | None:
@@ -134,6 +135,23 @@ class PoolAdmission(Admission):
             ):
                 return victim
         return None
+
+
+def noticed(method):
+    """Wait after an eviction for a load of the queue until the footprint shows it."""
+
+    @functools.wraps(method)
+    async def wrapper(pool, *args, **kwargs):
+        load = load_at_hand()
+        if load is None:
+            return await method(pool, *args, **kwargs)
+        before = load.read()
+        answer = await method(pool, *args, **kwargs)
+        if not await settled(before, load.read):
+            logger.info("the footprint of the process still counts what has left")
+        return answer
+
+    return wrapper
 
 
 def announced(method):
