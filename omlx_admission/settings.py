@@ -138,7 +138,8 @@ VARIABLES: tuple[Variable, ...] = (
         "max_models",
         _count,
         _COUNT,
-        "most models loaded, loading or unloading at any instant; 0 is no limit",
+        "most text and vision models in memory at any instant (embedders, rerankers and "
+        "speech models do not count); 0 is no limit",
     ),
     Variable(
         "OMLX_ADMISSION_MAX_AGE_S",

@@ -39,6 +39,15 @@ _SERVED = {
 }
 
 
+def is_helper(entry: Any) -> bool:
+    """Whether a model helps chat models, and does not count against the limit on those.
+
+    A kind that is not known counts.
+    """
+    kind = getattr(entry, "engine_type", None)
+    return kind in _KINDS and kind not in _TEXT
+
+
 def refusal(path: str, entry: Any) -> Refusal | None:
     """The 400 for a model of the wrong kind; None where it may serve the route."""
     served = _SERVED.get(path)

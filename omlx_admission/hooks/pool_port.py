@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from omlx_admission.hooks import books, dead, gpu_jobs, phantom, resident, stalled
+from omlx_admission.hooks import books, dead, gpu_jobs, kinds, phantom, resident, stalled
 from omlx_admission.hooks import ceiling as ceilings
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
@@ -268,6 +268,11 @@ class OmlxPool:
             committed=committed,
             never_refuse=never_refuse,
             max_models=max_models,
+            helpers=frozenset(
+                model
+                for model in {*models, *(t.model for t in targets)}
+                if kinds.is_helper(pool._entries.get(model))
+            ),
         )
 
     def _committed(self) -> int:
@@ -463,7 +468,9 @@ class OmlxPool:
         model, pool = ask.target.model, self._pool
         for victim in victims:
             view = self.view((ask.target,), max_models)
-            full = bool(max_models) and len(view.models.keys() - {model}) >= max_models
+            held = view.models.keys() - view.helpers - {model}
+            full = bool(max_models) and len(held) >= max_models and victim in held
+            full = full and model not in view.helpers
             group, rival = view.exclusive.get(ask.target), view.models.get(victim)
             clash = group is not None and rival is not None and rival.group == group
             if victim == model or not (full or clash):

@@ -424,7 +424,8 @@ class AdmissionPolicy(Schedule):
             size = queue.head.size
             if target.model in later.models and target.model not in wish.victims:
                 continue
-            if fits(later, size, [later.models[v] for v in wish.victims]):
+            leaving = [later.models[v] for v in wish.victims]
+            if fits(later, size, leaving, helper=target.model in view.helpers):
                 self.side = Swap(target, size, wish.victims, now, "beside")
                 self._load(self.side, view, now, actions)
                 return

@@ -129,6 +129,7 @@ class PoolView:
         committed: bytes in use without reclaimable residue of unloaded models.
         never_refuse: the memory guard is off: evict as well as possible, then load.
         max_models: most models loaded, loading or unloading; 0 is no limit.
+        helpers: models that do not count against it, loaded or wanted.
         exclusive: target to group, for those of which only one of a group may be loaded
             (helpers with process-wide hooks).
     """
@@ -142,6 +143,7 @@ class PoolView:
     committed: int = 0
     never_refuse: bool = False
     max_models: int = 0
+    helpers: frozenset[str] = frozenset()
     exclusive: Mapping[Target, str] = field(default_factory=dict)
 
 

@@ -45,7 +45,7 @@ def never_fits(target: Target, size: int, view: PoolView) -> bool:
     what the moving part forbids is a shortage that passes.
     """
     pinned = _pinned_beside(target, view)
-    if view.max_models and len(pinned) >= view.max_models:
+    if no_place_ever(target, view):
         return True
     group = view.exclusive.get(target)
     if group is not None and any(m.group == group for m in pinned):
@@ -53,6 +53,14 @@ def never_fits(target: Target, size: int, view: PoolView) -> bool:
     if view.fixed_ceiling <= 0 or view.never_refuse:
         return False
     return size > view.fixed_ceiling - sum(m.size for m in pinned)
+
+
+def no_place_ever(target: Target, view: PoolView) -> bool:
+    """Whether pinned models hold all places, and ``target`` needs one."""
+    if not view.max_models or target.model in view.helpers:
+        return False
+    holders = [m for m in _pinned_beside(target, view) if m.model not in view.helpers]
+    return len(holders) >= view.max_models
 
 
 def too_large_now(target: Target, size: int, view: PoolView) -> bool:
@@ -66,19 +74,24 @@ def _pinned_beside(target: Target, view: PoolView) -> list[ModelView]:
     return [m for m in view.models.values() if m.pinned and m.model != target.model]
 
 
-def fits(view: PoolView, size: int, leaving: Iterable[ModelView] = ()) -> bool:
-    """Whether ``size`` bytes and one place are free once ``leaving`` are gone.
+def fits(
+    view: PoolView, size: int, leaving: Iterable[ModelView] = (), *, helper: bool = False
+) -> bool:
+    """Whether ``size`` bytes, and a place if it is no helper, are free without ``leaving``.
 
     Models count with their full size from the start of their load to the end of
     their unload, whatever the device reports meanwhile. Residue of models that
     left is reclaimed by an eviction, so it counts only where nothing leaves.
     """
     leaving = list(leaving)
-    return _places(view, leaving) and _bytes(view, size, leaving)
+    return _places(view, leaving, helper) and _bytes(view, size, leaving)
 
 
-def _places(view: PoolView, leaving: list[ModelView]) -> bool:
-    return not view.max_models or len(view.models) - len(leaving) < view.max_models
+def _places(view: PoolView, leaving: list[ModelView], helper: bool) -> bool:
+    if not view.max_models or helper:
+        return True
+    held = view.models.keys() - view.helpers
+    return len(held - {m.model for m in leaving}) < view.max_models
 
 
 def _bytes(view: PoolView, size: int, leaving: list[ModelView]) -> bool:
@@ -130,18 +143,21 @@ def plan(
         ),
         key=lambda m: (m.busy, *rank(m)),
     )
-    chosen = _smallest(forced, candidates, lambda leaving: fits(view, size, leaving))
+    helper = target.model in view.helpers
+    chosen = _smallest(
+        forced, candidates, lambda leaving: fits(view, size, leaving, helper=helper)
+    )
     if chosen is None:
         in_transit = [m for m in view.models.values() if m.loading or m.unloading]
         everybody = forced + candidates + in_transit
         held = kept or any(m.sessions for m in view.models.values())
-        if in_transit and fits(view, size, everybody):
+        if in_transit and fits(view, size, everybody, helper=helper):
             return _SETTLE
         if view.never_refuse:
-            chosen = _as_well_as_possible(view, forced, candidates)
+            chosen = _as_well_as_possible(view, forced, candidates, helper)
         if chosen is None and in_transit and view.never_refuse:
             return _SETTLE
-        if chosen is None and not everybody and not held and _places(view, []):
+        if chosen is None and not everybody and not held and _places(view, [], helper):
             # The memory is held by residue of a failed load, or by another process:
             # asking the pool evicts nobody, and its refusal names what is in the way.
             return _ASK
@@ -181,14 +197,14 @@ def _smallest(
 
 
 def _as_well_as_possible(
-    view: PoolView, forced: list[ModelView], candidates: list[ModelView]
+    view: PoolView, forced: list[ModelView], candidates: list[ModelView], helper: bool
 ) -> list[ModelView] | None:
     """With the guard off all that can leave leaves, then the load is tried anyway.
 
     The number of models stays a hard limit.
     """
     everyone = forced + candidates
-    return everyone if _places(view, everyone) else None
+    return everyone if _places(view, everyone, helper) else None
 
 
 def after(view: PoolView, target: Target, size: int, leaving: Iterable[str] = ()) -> PoolView:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from omlx_admission.policy.admission import AdmissionPolicy
 from omlx_admission.policy.model import ModelView, PoolView, Swap, Waiter
-from omlx_admission.policy.planner import too_large_now
+from omlx_admission.policy.planner import no_place_ever, too_large_now
 from omlx_admission.policy.retry import part_read
 from omlx_admission.runtime.port import Ask
 
@@ -116,10 +116,12 @@ def too_large_text(ask: Ask, view: PoolView) -> str:
         f"Model '{ask.target.model}' ({_gb(ask.size)}) does not fit under the memory "
         f"ceiling of {_gb(view.fixed_ceiling)}"
     )
-    if view.max_models and len(pinned) >= view.max_models:
-        text = (
-            f"Model '{ask.target.model}' cannot be loaded: all {view.max_models} places are "
-            f"held by pinned models"
+    if no_place_ever(ask.target, view):
+        names = ", ".join(f"'{m.model}'" for m in pinned if m.model not in view.helpers)
+        return (
+            f"Model '{ask.target.model}' cannot be loaded: OMLX_ADMISSION_MAX_MODELS allows "
+            f"{view.max_models}, and {names} stays loaded because it is pinned. No wait can "
+            f"change that: unpin a model, or raise OMLX_ADMISSION_MAX_MODELS."
         )
     group = view.exclusive.get(ask.target)
     rivals = [m.model for m in pinned if group and m.group == group]

@@ -18,6 +18,7 @@ from omlx_admission.hooks import pool_port
 from omlx_admission.hooks.pool_port import admission_refused
 
 from .conftest import House, run, settle, until
+from .test_leases import request_to, within
 
 Make = Callable[..., House]
 
@@ -696,6 +697,53 @@ def test_max_models_holds_at_every_instant(make_house: Make) -> None:
         await asyncio.gather(*(one(m) for m in ("a", "b", "d", "p", "x") * 3))
         assert most == 1
         assert len(house.resident()) == 1
+        house.assert_idle()
+
+    run(test)
+
+
+def test_c15_helpers_of_chat_models_take_no_place(make_house: Make, mocker: Any) -> None:
+    """An embedder beside the one chat model: no swap for every half turn."""
+
+    async def test() -> None:
+        house = make_house(max_models=1)
+        house.ceiling = 10_000
+        mocker.patch.object(house.module, "EmbeddingEngine", house.engine)
+        house.entry("d").engine_type = "embedding"
+        for model in "dadada":
+            await house.get(model)
+            await house.release(model)
+        assert house.resident() == {"a", "d"}
+        assert house.events.count("load a") == house.events.count("load d") == 1
+        await house.get("b")  # it takes A's place, and D is none
+        await house.release("b")
+        assert house.resident() == {"b", "d"}
+        house.entry("d").is_pinned = True
+        await house.get("a")
+        await house.release("a")
+        assert house.resident() == {"a", "d"}
+        house.assert_idle()
+
+    run(test)
+
+
+def test_c15_the_refusal_for_places_names_what_helps(make_house: Make) -> None:
+    async def test() -> None:
+        house = make_house(max_models=1)
+        house.entry("a").is_pinned = True
+        await house.get("a")
+        await house.release("a")
+        request = request_to("/v1/chat/completions")
+        with within(request), pytest.raises(house.module.InsufficientMemoryError):
+            await house.get("d")
+        assert request.refusal is not None
+        assert request.refusal.status == 507
+        assert request.refusal.message == (
+            "Model 'd' cannot be loaded: OMLX_ADMISSION_MAX_MODELS allows 1, and 'a' stays "
+            "loaded because it is pinned. No wait can change that: unpin a model, or raise "
+            "OMLX_ADMISSION_MAX_MODELS."
+        )
+        assert house.resident() == {"a"}
         house.assert_idle()
 
     run(test)
