@@ -59,7 +59,7 @@ def active() -> Request | None:
 #: Header that says how many milliseconds a served request waited for its model.
 WAIT_HEADER = b"x-omlx-admission-wait-ms"
 
-#: What a script of another origin may read of an answer, where the answer has it (C12).
+#: What a script of another origin may read of an answer, where the answer has it.
 _FOR_SCRIPTS = (b"retry-after", b"x-should-retry", WAIT_HEADER)
 _EXPOSE = (b"access-control-expose-headers", b", ".join(_FOR_SCRIPTS))
 
@@ -168,7 +168,7 @@ class Request:
 
 
 def _route_path(scope: Scope) -> str:
-    """The path without what the application is mounted below, where it bears that (C14)."""
+    """The path without what the application is mounted below, where it bears that."""
     path: str = scope.get("path", "")
     root: str = scope.get("root_path", "").rstrip("/")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
