@@ -37,6 +37,8 @@ def fixed(pool: Any) -> int:
     """
     try:
         enforcer = pool._process_memory_enforcer
+        if enforcer is None:
+            return max(0, int(pool._current_ceiling()))  # there is nothing that moves it
         parts = next((p for n in _BREAKDOWN if (p := getattr(enforcer, n, None))), None)
         if parts is None:
             return 0

@@ -92,7 +92,7 @@ planned_victims: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVa
 
 
 class LoadAtHand(NamedTuple):
-    """A load of ours, while stock carries it out in ``task``."""
+    """A load that the queue began, while the pool carries it out in ``task``."""
 
     port: OmlxPool
     ask: Ask

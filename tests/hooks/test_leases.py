@@ -38,6 +38,9 @@ def within(request: requests.Request) -> Iterator[None]:
 
 LOAD = "/v1/models/a/load"
 
+#: A route that uses what it is handed, where a load by hand is kept for its first use.
+USE = "/admin/api/bench/start"
+
 
 @pytest.mark.parametrize("cold", [True, False])
 @pytest.mark.parametrize("features", [None, {"queue"}])
@@ -291,7 +294,7 @@ class TestTheSameRequestAsksAgain:
     ) -> None:
         async def test() -> None:
             house = make_house(max_age_s=0.0, max_wait_s=budget, features=features)
-            request, others = request_to(LOAD), []
+            request, others = request_to(USE if budget else LOAD), []
             with within(request):
                 engine = await house.get("a", lease=False)
             if between == "drain" and budget:
@@ -330,7 +333,7 @@ class TestTheSameRequestAsksAgain:
                 "_engine_runtime_signature",
                 lambda _m, s=None, **_k: (("mtp_enabled", str(bool(s))),),
             )
-            request = request_to(LOAD)
+            request = request_to(USE)
             with within(request):
                 first = await house.get("d", lease=False)
                 second = await house.get("d", lease=False, runtime_settings={"mtp": 1})
@@ -344,11 +347,11 @@ class TestTheSameRequestAsksAgain:
     def test_another_request_waits_for_the_drain(self, make_house: Make) -> None:
         async def test() -> None:
             house = make_house(max_age_s=0.0)
-            with within(request_to(LOAD)):
+            with within(request_to(USE)):
                 await house.get("a")
             for_b = house.ask("b")
             await settle()
-            with within(request_to(LOAD)):
+            with within(request_to(USE)):
                 other = house.ask("a")
             await settle()
             assert not other.done()
@@ -387,7 +390,7 @@ class TestNobodyWaitsForItself:
     def test_what_is_only_kept_for_it_is_handed_back(self, make_house: Make) -> None:
         async def test() -> None:
             house = make_house(max_age_s=0.0)
-            request = request_to(LOAD)
+            request = request_to(USE)
             with within(request):
                 await house.get("a", lease=False)
                 await house.get("b", lease=False)
@@ -428,7 +431,7 @@ class TestNobodyWaitsForItself:
 
         async def test() -> None:
             house = make_house(max_age_s=0.0)
-            request = request_to(LOAD)
+            request = request_to(USE)
             await house.get("p")
             with within(request):
                 await house.get("a", lease=lease)
