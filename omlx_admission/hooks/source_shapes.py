@@ -18,6 +18,7 @@ _OF_CHANGES = frozenset(
     {
         "announced",
         "leased_for_request",
+        "noticed",
         "released_by_request",
         "remembers_refusal",
         "watched",
