@@ -44,7 +44,7 @@ def fixed(pool: Any) -> int:
             return 0
         found = parts()
         names = ["static", "metal_cap"]
-        if enforcer._memory_guard_tier == "custom":
+        if getattr(enforcer, "_memory_guard_tier", None) == "custom":
             names.append("dynamic")
         return min((size for size in (int(found[n]) for n in names) if size > 0), default=0)
     except Exception as error:  # noqa: BLE001 - unknown is an answer
