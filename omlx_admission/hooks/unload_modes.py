@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -117,22 +116,24 @@ def _refused(refusal: Refusal, request: requests.Request | None) -> Exception:
     return admission_refused()(refusal)
 
 
-def end_holders(engine: Any, model: str, own: requests.Request | None) -> Callable[[], bool]:
+def end_holders(engine: Any, model: str, own: requests.Request | None) -> None:
     """End every request that holds ``engine``, but the one that wants it gone.
 
-    Returns whether one of them holds it still: each gives it back on its own way out.
+    To be called again while they leave: a request that was granted the engine holds it
+    when it wakes, some turns of the loop later.
     """
     refusal = Refusal(503, "model_unloading", _ENDED.format(model=model), _RETRY_S)
-
-    def holds(request: requests.Request) -> bool:
-        return holding.holds(request, model, engine)
-
-    ended = [r for r in tuple(requests.live) if r is not own and holds(r)]
+    ended = [
+        request
+        for request in tuple(requests.live)
+        if request is not own
+        and request.cut.refusal is None
+        and holding.holds(request, model, engine)
+    ]
     for request in ended:
         request.cut.end_with(refusal)
     if ended:
         logger.info("admission: %d running of '%s' ended for its unload", len(ended), model)
-    return lambda: any(holds(request) for request in ended if not request.ended)
 
 
 async def abort(engine: Any, model: str) -> None:

@@ -285,8 +285,12 @@ async def _cut(errand: Errand, leave: Leave, may_go: Callable[[], bool]) -> None
     A client that does not read keeps its lease, and nothing of the engine runs for it.
     """
     loop = asyncio.get_running_loop()
-    hold = unload_modes.end_holders(errand.engine, errand.model, errand.request)
-    await leave.wait(lambda: may_go() or not hold(), loop.time() + _LEAVE_S, None)
+
+    def all_left() -> bool:
+        unload_modes.end_holders(errand.engine, errand.model, errand.request)
+        return may_go()
+
+    await leave.wait(all_left, loop.time() + _LEAVE_S, None)
     await unload_modes.abort(errand.engine, errand.model)
     await leave.wait(may_go, loop.time() + _LEAVE_S, None)
     await leave.wait(lambda: not _runs(errand, leave), loop.time() + _CUT_S, None)

@@ -361,6 +361,33 @@ def test_now_ends_the_requests_that_hold_the_model_and_no_others(make_house: Mak
     run(test)
 
 
+def test_now_ends_a_request_that_was_granted_the_model_and_has_not_woken(
+    make_house: Make, mocker: Any
+) -> None:
+    """It holds a lease that no request is seen to hold yet; its answer is whole as well."""
+
+    async def test() -> None:
+        house = make_house()
+        house.hold_loads = True
+        client = Client(house, "a")
+        await until(lambda: "load a" in house.events)
+        wake, by_hand = house.admission._wake, []
+
+        def slowly(*waiters: Any) -> None:
+            by_hand.append(unload(house.pool, query="mode=now"))
+            asyncio.get_running_loop().call_later(0.01, wake, *waiters)
+
+        mocker.patch.object(house.admission, "_wake", slowly)
+        await house.let_load("a")
+        await client.task
+        assert client.sent[0]["status"] == 503
+        assert b'"model_unloading"' in client.sent[1]["body"]
+        assert await by_hand[0].task == "unloaded"
+        house.assert_idle()
+
+    run(test)
+
+
 class Client:
     """A request that is handed a model, and answers when it is told to."""
 
