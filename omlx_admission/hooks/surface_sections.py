@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from omlx_admission.hooks import gate, gpu_native, gpu_sites
+from omlx_admission.hooks import faults, gate, gpu_native, gpu_sites
 from omlx_admission.policy.exposure import Record
 from omlx_admission.runtime.gpu_watch import watch
 from omlx_admission.runtime.observe import Observer, Problem
@@ -92,8 +92,14 @@ def _find_sites() -> list[gpu_sites.Site]:
 
 
 def read_sites() -> None:
-    """Find the sites of this oMLX, once; on the watching thread: its source takes a second."""
-    _sites[:] = _find_sites()
+    """Find the sites of this oMLX, once; on the watching thread: its source takes a second.
+
+    Where they cannot be read, the list stays empty, and whatever else is refreshed goes on.
+    """
+    try:
+        _sites[:] = _find_sites()
+    except Exception as error:  # noqa: BLE001 - a list of names, and nothing depends on it
+        faults.note("the list of GPU sites", error)
 
 
 class Exposure:
