@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
-from omlx_admission.hooks import faults, unloads
+from omlx_admission.hooks import faults, unloads, unlocked
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState, state_of, unloading_models
 from omlx_admission.runtime import request as requests
@@ -118,8 +118,7 @@ def _keep_what_lives(pool: Any, before: Mapping[str, Any]) -> None:
             pool._entries[model] = entry
             # A load counts its bytes in the step that sets the engine.
             if entry.engine is not None:
-                size = getattr(pool, "_entry_resident_size", None)
-                pool._current_model_memory += size(entry) if size else entry.estimated_size
+                pool._current_model_memory += unlocked.resident_size(pool, entry)
             logger.info("admission: '%s' outlives the change of model folders", model)
     except Exception as error:  # noqa: BLE001 - stock has changed them
         faults.note("what outlives a change of model folders", error)

@@ -123,7 +123,7 @@ class Evicting(Unlocked):
 
     async def _unload_engine(self, model_id: str) -> None:
         pool = self.__wrapped__
-        size = _size(pool, pool._entries[model_id])
+        size = resident_size(pool, pool._entries[model_id])
         rest = await self._self_let_go(model_id)
         reclaim = getattr(pool, "_reclaim_pooled_buffers_for_prefill", None)
         if reclaim is None:
@@ -139,9 +139,10 @@ class Evicting(Unlocked):
         return bool(found(exclude_model_id=self._self_model) == model_id)
 
 
-def _size(pool: Any, entry: Any) -> int:
-    resident_size = getattr(pool, "_entry_resident_size", None)
-    return int(resident_size(entry) if resident_size else entry.estimated_size)
+def resident_size(pool: Any, entry: Any) -> int:
+    """Bytes by which a loaded model counts in the pool's own sum."""
+    size = getattr(pool, "_entry_resident_size", None)
+    return int(size(entry) if size else entry.estimated_size)
 
 
 def _forget(task: asyncio.Task[None]) -> None:
