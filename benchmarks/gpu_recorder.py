@@ -19,8 +19,8 @@ from typing import Any
 
 import wrapt
 
+from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.hooks import gpu_engine
-from omlx_admission.runtime import gpu_turn
 from omlx_admission.surfaces.demo import launch
 
 

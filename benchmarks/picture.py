@@ -8,8 +8,8 @@ from statistics import mean
 from benchmarks.compare import Effort
 from benchmarks.simulation.policies import POLICIES
 from benchmarks.simulation.traces import open_arrivals
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.estimates import Dials
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.estimates import Dials
 
 _TRACES = {
     "hot 0.4/s, two cold 0.02/s": {"H": 0.4, "C": 0.02, "D": 0.02},

@@ -1,6 +1,6 @@
 """What one waiter costs, and how long the event loop is held while thousands are released.
 
-The real runtime (``omlx_admission.runtime.admission``) over a pool that loads nothing;
+The real runtime (``omlx_admission.core.queue``) over a pool that loads nothing;
 one process, wall clock.
 """
 
@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omlx_admission.policy.model import ModelView, PoolView, Target
-from omlx_admission.runtime.admission import Admission
-from omlx_admission.runtime.port import Ask
-from omlx_admission.runtime.refusal import Refusal
+from omlx_admission.core.policy.model import ModelView, PoolView, Target
+from omlx_admission.core.port import Ask
+from omlx_admission.core.queue import Admission
+from omlx_admission.core.refusal import Refusal
 from omlx_admission.settings import Settings
 
 
@@ -32,7 +32,7 @@ class NoPool:
         self.ask = Ask(Target("b"), 1, {"model_id": "b"})
 
     def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`, as all below."""
+        """See :class:`~omlx_admission.core.port.PoolPort`, as all below."""
         models = {}
         if self.resident:
             models["b"] = ModelView("b", 1, busy=self.leases > 0, leases=self.leases)

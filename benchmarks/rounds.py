@@ -28,8 +28,8 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+from omlx_admission.core import request as requests
 from omlx_admission.hooks.pool_state import state_of
-from omlx_admission.runtime import request as requests
 
 #: Bytes: the ceiling, the model that is handed out, the one that does not fit beside
 #: it, and one that fits beside either.

@@ -28,10 +28,10 @@ from typing import Any
 import psutil
 
 from omlx_admission import standin
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.model import ModelView, Outcome, PoolView, Target
-from omlx_admission.runtime.facts import Facts, Registered
-from omlx_admission.runtime.observe import Observer
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.model import ModelView, Outcome, PoolView, Target
+from omlx_admission.observation.observe import Observer
+from omlx_admission.observation.pool_snapshot import Facts, Registered
 from omlx_admission.settings import Settings
 from omlx_admission.standin import tinymodels
 from omlx_admission.surfaces import metrics, status

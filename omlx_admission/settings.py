@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from omlx_admission._startup import OFF_WORDS
+from omlx_admission.core.config import Config
 
 ON_WORDS = frozenset({"1", "true", "on", "yes"})
 
@@ -56,19 +57,13 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Config):
     """The parsed variables. Durations in seconds; ``None`` means automatic."""
 
     enabled: bool = True
     resident_path: bool = True
     queue: bool = True
     unloads: bool = True
-    errors: bool = True
-    max_wait_s: float = 300.0
-    max_queue: int = 512
-    max_models: int = 0
-    max_age_s: float | None = None
-    linger_s: float | None = None
     leases: bool = True
     off_loop_close: bool = True
     load_thread: bool = False

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from benchmarks.simulation.parts import Broken, Mark, Request
 from benchmarks.simulation.simulator import Job, Simulator, Spec
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.estimates import Dials
-from omlx_admission.policy.model import Outcome, Target, places_for
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.estimates import Dials
+from omlx_admission.core.policy.model import Outcome, Target, places_for
 
 #: Names and sizes (per cent of the ceiling) as in the public cases.
 _ZOO = (("A", 60), ("B", 60), ("C", 60), ("D", 30), ("E", 10), ("W", 10), ("P", 30), ("X", 120))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.simulation.parts import Broken, Mark
-from omlx_admission.policy.model import Swap, Target
+from omlx_admission.core.policy.model import Swap, Target
 
 if TYPE_CHECKING:
     from benchmarks.simulation.world import World

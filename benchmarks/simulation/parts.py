@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from omlx_admission.policy.model import Action, Outcome, PoolView, Swap, Target, Waiter
+from omlx_admission.core.policy.model import Action, Outcome, PoolView, Swap, Target, Waiter
 
 
 class Broken(AssertionError):

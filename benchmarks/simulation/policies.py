@@ -7,9 +7,9 @@ from collections.abc import Callable
 from itertools import islice
 
 from benchmarks.simulation.parts import Policy
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.estimates import Dials
-from omlx_admission.policy.model import (
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.estimates import Dials
+from omlx_admission.core.policy.model import (
     Action,
     Grant,
     Load,
@@ -19,7 +19,7 @@ from omlx_admission.policy.model import (
     Target,
     Waiter,
 )
-from omlx_admission.policy.planner import PlanKind, plan
+from omlx_admission.core.policy.planner import PlanKind, plan
 
 #: A wait budget that never ends, for comparisons without refusals.
 _FOREVER_S = 1e12

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from benchmarks.simulation.parts import Request
 from benchmarks.simulation.simulator import Job, Simulator
 from benchmarks.simulation.traces import SIZE, make, service
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.estimates import Dials
-from omlx_admission.policy.model import Outcome
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.estimates import Dials
+from omlx_admission.core.policy.model import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Attempt(Job):
 
 
 def _header(seconds: float, r: random.Random) -> int:
-    """As ``omlx_admission.runtime.refusal.retry_after``, from the simulation's seed."""
+    """As ``omlx_admission.core.refusal.retry_after``, from the simulation's seed."""
     return max(1, min(60, math.ceil(max(1.0, seconds) * r.uniform(1.0, 1.2))))
 
 

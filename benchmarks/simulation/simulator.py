@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from benchmarks.simulation.parts import LoadJob, Model, Policy, Request
 from benchmarks.simulation.world import World
-from omlx_admission.policy.model import Outcome, Target
+from omlx_admission.core.policy.model import Outcome, Target
 
 #: As in the runtime: how often it looks again while anybody waits, in seconds.
 SAFETY_POLL_S = 1.0

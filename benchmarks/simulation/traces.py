@@ -14,8 +14,8 @@ from functools import partial
 
 from benchmarks.simulation.parts import Policy, Request
 from benchmarks.simulation.simulator import Job, Simulator, Spec
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.model import places_for
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.model import places_for
 
 #: Bytes of every model: 19 GB, which the prior expects to take 10 s.
 SIZE = 19 * 10**9

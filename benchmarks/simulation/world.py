@@ -21,7 +21,7 @@ from benchmarks.simulation.parts import (
     Policy,
     Request,
 )
-from omlx_admission.policy.model import (
+from omlx_admission.core.policy.model import (
     Action,
     CancelLoad,
     Drain,
@@ -36,7 +36,7 @@ from omlx_admission.policy.model import (
     Undrain,
     Waiter,
 )
-from omlx_admission.policy.planner import never_fits
+from omlx_admission.core.policy.planner import never_fits
 
 #: As in the runtime: repetitions of one step until nothing more follows.
 MOST_STEPS = 16

@@ -18,14 +18,14 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from omlx_admission.core import request as requests
+from omlx_admission.core.refusal import Refusal
 from omlx_admission.hooks import faults, holding
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import pools, state_of
-from omlx_admission.runtime import observe
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.refusal import Refusal
+from omlx_admission.observation import observe
 
 logger = logging.getLogger("omlx.admission")
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from omlx_admission.core import request as requests
+from omlx_admission.core.refusal import Refusal, retry_after
 from omlx_admission.hooks import ceiling, exceptions, faults, resident
 from omlx_admission.hooks import requests as requests_hook
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.refusal import Refusal, retry_after
 
 #: Present where oMLX does this itself.
 NATIVE = (

@@ -12,11 +12,11 @@ import os
 import sys
 from typing import Any
 
+from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu.turn import TurnAbandoned
 from omlx_admission.hooks import gpu_hold
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.runtime import gpu_turn
-from omlx_admission.runtime.gpu_turn import TurnAbandoned
 
 CORE = "omlx.engine_core"
 SCHEDULER = "omlx.scheduler"

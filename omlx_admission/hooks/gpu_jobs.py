@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from omlx_admission.core import load_work
+from omlx_admission.gpu.turn import TurnTimeout
 from omlx_admission.hooks import faults, gpu_hold
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.runtime import load_work
-from omlx_admission.runtime.gpu_turn import TurnTimeout
 
 logger = logging.getLogger("omlx.admission")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.hooks import gpu_engine, gpu_jobs
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.runtime import gpu_turn
 
 #: A waiter gives up after this many times the limit at which a holder is reported: long
 #: enough for an unchunked prefill of minutes, which older releases run in one step.

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from omlx_admission import __version__
+from omlx_admission.gpu.exposure_file import FILE_NAME
+from omlx_admission.gpu.exposure_line import Versions, system_version
+from omlx_admission.gpu.exposure_recorder import ExposureRecorder
+from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.watch import GpuFaultError, watch
 from omlx_admission.hooks import faults, gpu_engine, gpu_jobs, gpu_native
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.policy.gpu_faults import GpuFault
-from omlx_admission.runtime.exposure_file import FILE_NAME
-from omlx_admission.runtime.exposure_line import Versions, system_version
-from omlx_admission.runtime.exposure_recorder import ExposureRecorder
-from omlx_admission.runtime.gpu_watch import GpuFaultError, watch
 
 SERVER = "omlx.server"
 POOL = "omlx.engine_pool"

@@ -19,12 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from omlx_admission.core import request as requests
+from omlx_admission.core.held_models import NOTHING, Own
 from omlx_admission.hooks import faults
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.own import NOTHING, Own
 
 _keeping = False
 

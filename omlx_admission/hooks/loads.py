@@ -11,11 +11,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from omlx_admission.core import request as requests
 from omlx_admission.hooks import faults, resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import state_of, unloading_models
-from omlx_admission.runtime import request as requests
 
 NEEDS = (
     Need(resident.POOL, "EnginePool.get_entry", Kind.SYNC, ("model_id",)),

@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
+from omlx_admission.core import request as requests
+from omlx_admission.core.quiesce import Leave
 from omlx_admission.hooks import faults, unloads, unlocked
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState, state_of, unloading_models
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.leave import Leave
 
 logger = logging.getLogger("omlx.admission")
 

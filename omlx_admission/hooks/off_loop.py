@@ -19,10 +19,10 @@ import types
 from collections.abc import Coroutine, Generator
 from typing import Any
 
+from omlx_admission.core.uninterrupted import to_its_end
 from omlx_admission.hooks import engines, faults, gpu_engine, resident
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.runtime.to_its_end import to_its_end
 
 BATCHED = "omlx.engine.batched"
 VLM = gpu_engine.VLM

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from omlx_admission.core.policy.model import places_for
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState
-from omlx_admission.policy.model import places_for
 
 SCHEDULER = "omlx.scheduler"
 

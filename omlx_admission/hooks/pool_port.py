@@ -15,7 +15,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from omlx_admission.hooks import books, dead, gpu_jobs, kinds, phantom, resident, stalled
+from omlx_admission.core import route_model_kinds as kinds
+from omlx_admission.core.footprint import Reading
+from omlx_admission.core.load_work import LoadWork
+from omlx_admission.core.policy.model import ModelView, PoolView, Target
+from omlx_admission.core.policy.planner import too_large_now
+from omlx_admission.core.port import Ask
+from omlx_admission.core.refusal import Refusal
+from omlx_admission.hooks import books, dead, gpu_jobs, phantom, resident, stalled
 from omlx_admission.hooks import ceiling as ceilings
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
@@ -26,12 +33,6 @@ from omlx_admission.hooks.pool_state import (
     state_of,
     unloading_models,
 )
-from omlx_admission.policy.model import ModelView, PoolView, Target
-from omlx_admission.policy.planner import too_large_now
-from omlx_admission.runtime.footprint import Reading
-from omlx_admission.runtime.load_work import LoadWork
-from omlx_admission.runtime.port import Ask
-from omlx_admission.runtime.refusal import Refusal
 
 #: What :meth:`OmlxPool.view` reads.
 VIEW_NEEDS = (
@@ -155,7 +156,7 @@ def _nothing() -> None:
 
 
 class OmlxPool:
-    """:class:`~omlx_admission.runtime.port.PoolPort` on one ``EnginePool``."""
+    """:class:`~omlx_admission.core.port.PoolPort` on one ``EnginePool``."""
 
     def __init__(self, pool: Any, module: Any, stock_get_engine: Callable[..., Any]) -> None:
         self._pool = pool
@@ -183,7 +184,7 @@ class OmlxPool:
         return Target(model_id, signature)
 
     def size(self, arguments: Mapping[str, Any]) -> int:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`.
+        """See :class:`~omlx_admission.core.port.PoolPort`.
 
         Those are what stock admission will count, once what is loaded of it has gone.
         """
@@ -245,7 +246,7 @@ class OmlxPool:
             pool._raise_if_load_failed(model_id, entry)
 
     def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         pool, module = self._pool, self._module
         unloading = unloading_models(pool)
         models = {
@@ -383,7 +384,7 @@ class OmlxPool:
     # -- leases and marks ---------------------------------------------------
 
     def take(self, target: Target, leases: int) -> Any:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         pool = self._pool
         entry = pool._entries[target.model]
         engine = entry.engine
@@ -394,15 +395,15 @@ class OmlxPool:
         return engine
 
     def places(self, model: str) -> int | None:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         return places(self._pool._entries[model].engine)
 
     def give_back(self, model: str, engine: Any) -> None:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         books.give_back(self._pool, model, lambda: engine)
 
     def in_service(self, model: str, engine: Any) -> bool:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         entry = self._pool._entries.get(model)
         return (
             entry is not None
@@ -412,7 +413,7 @@ class OmlxPool:
         )
 
     def mark(self, model: str, target: Target) -> None:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`.
+        """See :class:`~omlx_admission.core.port.PoolPort`.
 
         The pool's own method wants its lock held; it neither awaits nor reads
         anything that a lock holder leaves half-written, and waiting for the lock
@@ -421,7 +422,7 @@ class OmlxPool:
         self._pool._mark_pending_unload_locked(model, f"{DRAIN_REASON} for '{target.model}'")
 
     def unmark(self, model: str) -> None:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         entry = self._pool._entries.get(model)
         if entry is not None and drains_for_us(entry):
             entry.pending_unload_reason = None
@@ -429,7 +430,7 @@ class OmlxPool:
     # -- loading ------------------------------------------------------------
 
     async def load(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         model = ask.target.model
         while (reloading := state_of(self._pool).reloading) is not None:
             await reloading.wait()
@@ -484,7 +485,7 @@ class OmlxPool:
                 await pool._unload_engine(victim)
 
     def passes(self, error: Exception) -> bool:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         errors = self._errors
         if isinstance(error, errors.ModelTooLargeError):
             return ceilings.may_fit(self._pool, error)
@@ -494,19 +495,19 @@ class OmlxPool:
         )
 
     def copy_error(self, error: Exception) -> Exception:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         copy = type(error).__new__(type(error))
         copy.args = error.args
         copy.__dict__.update(error.__dict__)
         return copy
 
     def not_found(self, model: str) -> Exception:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         error: Exception = self._errors.ModelNotFoundError(model, list(self._pool._entries))
         return error
 
     def too_large(self, model: str, size: int, view: PoolView, text: str) -> Exception:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         errors, pool = self._errors, self._pool
         error: Exception
         limit = view.fixed_ceiling
@@ -525,11 +526,11 @@ class OmlxPool:
         return error
 
     def refused(self, refusal: Refusal) -> Exception:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         return admission_refused()(refusal)
 
     def seconds_per_byte(self) -> float | None:
-        """See :class:`~omlx_admission.runtime.port.PoolPort`."""
+        """See :class:`~omlx_admission.core.port.PoolPort`."""
         per_gb = getattr(self._pool, "_load_seconds_per_gb_ema", None)
         return None if per_gb is None else float(per_gb) / 1024**3
 

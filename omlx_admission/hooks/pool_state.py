@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from omlx_admission.runtime.admission import Admission
-from omlx_admission.runtime.leave import Leave
+from omlx_admission.core.queue import Admission
+from omlx_admission.core.quiesce import Leave
 
 _ATTRIBUTE = "_omlx_admission_state"
 

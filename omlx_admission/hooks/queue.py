@@ -8,6 +8,11 @@ import logging
 import sys
 from typing import Any
 
+from omlx_admission.core import request as requests
+from omlx_admission.core import route_model_kinds as kinds
+from omlx_admission.core.footprint import settled
+from omlx_admission.core.port import Ask
+from omlx_admission.core.queue import Admission, QueueBroken
 from omlx_admission.hooks import (
     books,
     errors,
@@ -15,7 +20,6 @@ from omlx_admission.hooks import (
     faults,
     gpu_jobs,
     holding,
-    kinds,
     loads,
     pending,
     places,
@@ -33,10 +37,7 @@ from omlx_admission.hooks.pool_port import (
     planned_victims,
 )
 from omlx_admission.hooks.pool_state import PoolState, state_of, unloading_models
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.admission import Admission, QueueBroken
-from omlx_admission.runtime.footprint import settled
-from omlx_admission.runtime.port import Ask
+from omlx_admission.observation import observe
 from omlx_admission.settings import Settings
 
 logger = logging.getLogger("omlx.admission")
@@ -210,7 +211,7 @@ class QueueHooks:
 
     def _open(self, pool: Any, state: PoolState, wrapped: Any) -> Admission:
         port = OmlxPool(pool, self._module, wrapped)
-        state.admission = Admission(port, self._settings)
+        state.admission = Admission(port, self._settings, events=observe.observer)
         return state.admission
 
     @staticmethod
@@ -361,6 +362,16 @@ async def server_shutdown(wrapped: Any, server: Any, args: Any, kwargs: Any) -> 
     return await wrapped(*args, **kwargs)
 
 
+def _count_waits(ledger: Ledger) -> None:
+    """A request that did not wait is told so from now on."""
+    requests.queueing = True
+
+    def off() -> None:
+        requests.queueing = False
+
+    ledger.on_undo(off)
+
+
 def apply_uvicorn(module: Any, ledger: Ledger) -> None:
     """Wrap the shutdown of the HTTP server that oMLX runs in."""
     if inspect.iscoroutinefunction(getattr(module.Server, "shutdown", None)):
@@ -371,6 +382,7 @@ def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) 
     """Wrap the pool. With the resident path on, release and unload tell the queue already."""
     hooks = QueueHooks(module, settings)
     places.apply(ledger)
+    _count_waits(ledger)
     ledger.wrap(module, "EnginePool.get_engine", hooks.get_engine)
     ledger.wrap(module, "EnginePool._load_engine", hooks.load)
     ledger.wrap(module, "EnginePool._unload_engine", hooks.evict)

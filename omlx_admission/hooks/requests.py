@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from omlx_admission.core.request import RequestMiddleware
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.runtime.request import RequestMiddleware
 
 SERVER = "omlx.server"
 

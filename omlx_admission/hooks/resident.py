@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from omlx_admission.core.uninterrupted import to_its_end
 from omlx_admission.hooks import (
     books,
     dead,
@@ -29,7 +30,6 @@ from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState, Verified, marked_by_us, state_of
-from omlx_admission.runtime.to_its_end import to_its_end
 
 POOL = "omlx.engine_pool"
 

@@ -14,9 +14,9 @@ import logging
 import time
 from typing import Any
 
+from omlx_admission.core import request as requests
 from omlx_admission.hooks import books, faults, holding
 from omlx_admission.hooks.gate import Kind, Need
-from omlx_admission.runtime import request as requests
 
 logger = logging.getLogger("omlx.admission")
 

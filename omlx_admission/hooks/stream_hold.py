@@ -11,12 +11,12 @@ import inspect
 from functools import partial
 from typing import Any
 
+from omlx_admission.core import request as requests
+from omlx_admission.core import stream_hold
 from omlx_admission.hooks import faults
 from omlx_admission.hooks import requests as requests_hook
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime import stream_hold
 
 SERVER = requests_hook.SERVER
 IDS = "omlx.api.shared_models"

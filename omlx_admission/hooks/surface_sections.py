@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
+from omlx_admission.gpu.policy.exposure import Record
+from omlx_admission.gpu.watch import watch
 from omlx_admission.hooks import faults, gate, gpu_native, gpu_sites
-from omlx_admission.policy.exposure import Record
-from omlx_admission.runtime.gpu_watch import watch
-from omlx_admission.runtime.observe import Observer, Problem
+from omlx_admission.observation.observe import Observer, Problem
 
 
 def register(observer: Observer) -> list[Callable[[], None]]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from omlx_admission.core.policy.estimates import Estimates
 from omlx_admission.hooks import faults, resident, surface_sections
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_port import VIEW_NEEDS, OmlxPool
 from omlx_admission.hooks.pool_state import state_of
-from omlx_admission.policy.estimates import Estimates
-from omlx_admission.runtime import observe
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.facts import CacheBudget, Facts, Registered
+from omlx_admission.observation import observe
+from omlx_admission.observation.pool_snapshot import CacheBudget, Facts, Registered
 
 POOL = resident.POOL
 SERVER = "omlx.server"
@@ -84,7 +83,7 @@ def facts(module: Any) -> Facts:
         return Facts(omlx=_version(), features=features())
     admission = state_of(pool).admission
     if admission is not None:
-        view = admission.port.view(admission.policy.targets, admission.settings.max_models)
+        view = admission.port.view(admission.policy.targets, admission.config.max_models)
     else:
         view = _port(pool).view((), 0)
     marked = frozenset() if admission is None else admission.policy.marked
@@ -194,7 +193,6 @@ def apply_server(module: Any, ledger: Ledger, wanted: Any) -> None:
     settings = wanted.settings
     observe.observer.stuck_s = settings.stuck_s
     observe.observer.budget_s = settings.max_wait_s or 300.0
-    requests.queueing = "queue" in wanted.features
     ledger.wrap(module, "init_server", init_server)
     ledger.on_undo(_stop)
     try:
@@ -206,7 +204,6 @@ def apply_server(module: Any, ledger: Ledger, wanted: Any) -> None:
 
 
 def _stop() -> None:
-    requests.queueing = False
     observe.observer.stop_watch()
 
 

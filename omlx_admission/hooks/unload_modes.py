@@ -8,11 +8,11 @@ import logging
 from typing import Any
 from urllib.parse import parse_qs
 
+from omlx_admission.core import request as requests
+from omlx_admission.core.refusal import Refusal, retry_after
 from omlx_admission.hooks import faults, holding
 from omlx_admission.hooks.pool_port import OmlxPool, admission_refused
 from omlx_admission.hooks.pool_state import state_of
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.refusal import Refusal, retry_after
 
 logger = logging.getLogger("omlx.admission")
 

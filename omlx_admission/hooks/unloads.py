@@ -31,6 +31,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from omlx_admission.core import request as requests
+from omlx_admission.core.queue import Admission
+from omlx_admission.core.quiesce import Ended, Leave
 from omlx_admission.hooks import faults, holding, resident, stalled, unload_modes
 from omlx_admission.hooks import requests as requests_hook
 from omlx_admission.hooks.gate import Kind, Need
@@ -43,9 +46,6 @@ from omlx_admission.hooks.pool_state import (
     unloading_models,
 )
 from omlx_admission.hooks.unload_modes import Mode
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.admission import Admission
-from omlx_admission.runtime.leave import Ended, Leave
 
 logger = logging.getLogger("omlx.admission")
 
@@ -338,7 +338,7 @@ def _join(errand: Errand) -> Leave:
         return leave  # it is idle: its teardown follows in this very step
     leave.drains = True
     logger.info("admission: '%s' drains, to be unloaded by hand", errand.model)
-    errand.admission.observer.drain_began((errand.model,), "an unload by hand")
+    errand.admission.events.drain_began((errand.model,), "an unload by hand")
     errand.admission.changed()
     return leave
 
@@ -364,7 +364,7 @@ def _withdraw(errand: Errand, leave: Leave) -> None:
         # It drained for a swap as well, and does so still.
         admission.port.mark(errand.model, swap.target)
     elif leave.drains:
-        admission.observer.drain_withdrawn((errand.model,))
+        admission.events.drain_withdrawn((errand.model,))
     admission.changed()
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from omlx_admission import __version__
-from omlx_admission.runtime.facts import Facts
-from omlx_admission.runtime.history import Distribution
-from omlx_admission.runtime.observe import Observer
+from omlx_admission.observation.history import Distribution
+from omlx_admission.observation.observe import Observer
+from omlx_admission.observation.pool_snapshot import Facts
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -100,7 +100,7 @@ def _queue(facts: Facts, observer: Observer) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             _PREFIX + "queue_limit",
             "Most requests that may wait.",
-            value=facts.admission.settings.max_queue,
+            value=facts.admission.config.max_queue,
         )
     yield _histogram(
         "wait_seconds",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.model import Swap, Target, Waiter
-from omlx_admission.runtime.facts import Facts
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.model import Swap, Target, Waiter
+from omlx_admission.observation.pool_snapshot import Facts
 from omlx_admission.surfaces import reasons
 
 #: Waiters and models listed one by one; the others are counted.
@@ -59,8 +59,8 @@ def queue(facts: Facts) -> dict[str, Any]:
     return {
         "active": not admission.broken,
         "waiting": policy.waiting,
-        "limit": admission.settings.max_queue,
-        "budget_s": admission.settings.max_wait_s,
+        "limit": admission.config.max_queue,
+        "budget_s": admission.config.max_wait_s,
         "closed": sorted(admission.gated),
         "models": models,
         "waiters": waiters,

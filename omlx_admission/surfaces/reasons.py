@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.model import PoolView, Swap, Target
-from omlx_admission.policy.planner import PlanKind, plan, too_large_now
-from omlx_admission.runtime.explain import ceiling_now
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.model import PoolView, Swap, Target
+from omlx_admission.core.policy.planner import PlanKind, plan, too_large_now
+from omlx_admission.core.refusal_text import ceiling_now
 
 #: Every code, and what it means; the schema lists them too.
 CODES = {

@@ -1,7 +1,7 @@
 """``omlx-admission report``: what the GPU exposure ledger shows, and what it cannot yet.
 
-Reads the file that a server with omlx-admission keeps (`runtime.exposure_file`), adds it
-up and prints exposure, faults, exact rates and the statistics of `policy.exposure`.
+Reads the file that a server with omlx-admission keeps (`gpu.exposure_file`), adds it
+up and prints exposure, faults, exact rates and the statistics of `gpu.policy.exposure`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omlx_admission.policy.exposure import (
+from omlx_admission.gpu.exposure_file import FILE_NAME, LedgerError, read
+from omlx_admission.gpu.exposure_line import Line
+from omlx_admission.gpu.policy.exposure import (
     LONG_TOKENS,
     Record,
     chance_in_share,
@@ -23,8 +25,6 @@ from omlx_admission.policy.exposure import (
     merged,
     poisson_rate,
 )
-from omlx_admission.runtime.exposure_file import FILE_NAME, LedgerError, read
-from omlx_admission.runtime.exposure_line import Line
 from omlx_admission.surfaces.cli import CommandError
 
 FACTOR = 5.0

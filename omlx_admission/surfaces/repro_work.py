@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from omlx_admission.policy.gpu_faults import classify
+from omlx_admission.gpu.policy.faults import classify
 
 BEAT_S = 0.5
 """How often the child says how far it is."""

@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from omlx_admission.runtime.facts import Facts
-from omlx_admission.runtime.observe import Observer
+from omlx_admission.observation.observe import Observer
+from omlx_admission.observation.pool_snapshot import Facts
 from omlx_admission.surfaces import metrics, page, status
 
 #: How long one reading is shared, in seconds.

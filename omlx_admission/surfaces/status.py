@@ -15,11 +15,11 @@ from importlib import resources
 from typing import Any
 
 from omlx_admission import __version__
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.model import PoolView
-from omlx_admission.policy.model import Swap as Transition
-from omlx_admission.runtime.facts import CacheBudget, Facts, Registered
-from omlx_admission.runtime.observe import Observer, Progress
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.model import PoolView
+from omlx_admission.core.policy.model import Swap as Transition
+from omlx_admission.observation.observe import Observer, Progress
+from omlx_admission.observation.pool_snapshot import CacheBudget, Facts, Registered
 from omlx_admission.surfaces import queue_view
 from omlx_admission.surfaces.summary import summary
 

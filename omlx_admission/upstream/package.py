@@ -19,33 +19,34 @@ MODULES = {
     "hooks.engines": "engines",
     "hooks.errors": "errors",
     "hooks.holding": "holding",
-    "hooks.kinds": "kinds",
+    "core.route_model_kinds": "kinds",
     "hooks.places": "places",
     "hooks.pool_port": "pool",
     "hooks.pool_state": "marks",
-    "policy.admission": "policy",
-    "policy.estimates": "estimates",
-    "policy.forecast": "forecast",
-    "policy.linger": "linger",
-    "policy.model": "model",
-    "policy.planner": "planner",
-    "policy.queues": "queues",
-    "policy.retry": "retry",
-    "policy.schedule": "schedule",
-    "runtime.admission": "queue",
-    "runtime.explain": "explain",
-    "runtime.footprint": "footprint",
-    "runtime.load_work": "load_work",
-    "runtime.own": "own",
-    "runtime.port": "port",
-    "runtime.refusal": "refusal",
-    "runtime.request": "request",
-    "runtime.to_its_end": "to_its_end",
+    "core.config": "config",
+    "core.policy.admission": "policy",
+    "core.policy.estimates": "estimates",
+    "core.policy.forecast": "forecast",
+    "core.policy.linger": "linger",
+    "core.policy.model": "model",
+    "core.policy.planner": "planner",
+    "core.policy.queues": "queues",
+    "core.policy.retry": "retry",
+    "core.policy.schedule": "schedule",
+    "core.queue": "queue",
+    "core.refusal_text": "explain",
+    "core.footprint": "footprint",
+    "core.load_work": "load_work",
+    "core.held_models": "own",
+    "core.port": "port",
+    "core.refusal": "refusal",
+    "core.request": "request",
+    "core.uninterrupted": "to_its_end",
     "settings": "settings",
 }
 
 REQUEST = Recipe(
-    "runtime.request",
+    "core.request",
     # What our own observer asks for, the keep-alives of streams that wait, and the end
     # of an answer by an unload.
     drop=(
@@ -109,7 +110,7 @@ REQUEST = Recipe(
     },
 )
 REFUSAL = Recipe(
-    "runtime.refusal",
+    "core.refusal",
     text={
         # Nothing there answers with it.
         " or 409 (its own condition is not met).": ".",
@@ -118,7 +119,7 @@ REFUSAL = Recipe(
 )
 
 ENGINES = Recipe("hooks.engines", keep=("lives", "runs"))
-TO_ITS_END = Recipe("runtime.to_its_end")
+TO_ITS_END = Recipe("core.uninterrupted")
 
 
 def make(recipe: Recipe) -> Callable[[], str]:

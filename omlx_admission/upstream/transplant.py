@@ -32,9 +32,11 @@ LICENSE = "# SPDX-License-Identifier: Apache-2.0\n"
 
 _ROOT = Path(omlx_admission.__file__).parent
 
+_RELATIVE = re.compile(r"^(?P<indent> *)from (?P<dots>\.+)(?P<module>[\w.]*) ", re.MULTILINE)
+
 
 def source(name: str) -> cst.Module:
-    """One of our modules (``policy.planner``), parsed, not imported."""
+    """One of our modules (``core.policy.planner``), parsed, not imported."""
     return cst.parse_module(
         _ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
     )

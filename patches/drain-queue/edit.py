@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import libcst as cst
 
 from omlx_admission import settings
@@ -15,9 +13,10 @@ POOL = "EnginePool"
 
 #: Our modules of plain decisions go as they are, but for what only our pages ask.
 POLICY = (
-    Recipe("policy.admission"),
+    Recipe("core.policy.admission"),
+    Recipe("core.config"),
     Recipe(
-        "policy.estimates",
+        "core.policy.estimates",
         text={
             "the worst wait stays below half of what service without a gate gives\n"
             "        (figures in ``benchmarks/``).": (
@@ -25,15 +24,15 @@ POLICY = (
             )
         },
     ),
-    Recipe("policy.forecast"),
-    Recipe("policy.linger"),
-    Recipe("policy.model", drop=("EMPTY_VIEW",)),
-    Recipe("policy.planner"),
-    Recipe("policy.queues"),
-    Recipe("policy.retry"),
-    Recipe("policy.schedule", drop=("Schedule.waiters", "Schedule.wanted_since")),
+    Recipe("core.policy.forecast"),
+    Recipe("core.policy.linger"),
+    Recipe("core.policy.model", drop=("EMPTY_VIEW",)),
+    Recipe("core.policy.planner"),
+    Recipe("core.policy.queues"),
+    Recipe("core.policy.retry"),
+    Recipe("core.policy.schedule", drop=("Schedule.waiters", "Schedule.wanted_since")),
     Recipe(
-        "hooks.kinds",
+        "core.route_model_kinds",
         text={
             "Stock loads the model first, evicting whoever is in its way, and looks at its "
             "kind then.": (
@@ -42,10 +41,10 @@ POLICY = (
             "is left to stock": "is left to the route",
         },
     ),
-    Recipe("runtime.explain"),
-    Recipe("runtime.footprint"),
+    Recipe("core.refusal_text"),
+    Recipe("core.footprint"),
     Recipe(
-        "runtime.load_work",
+        "core.load_work",
         text={
             "omlx_admission_load": "omlx_load",
             "oMLX's load thread: is": "the load thread: is",
@@ -56,35 +55,34 @@ POLICY = (
         },
     ),
     Recipe(
-        "runtime.port",
+        "core.port",
         text={"; ``hooks`` implements it on oMLX, tests on a fake": ""},
     ),
 )
 
 #: The observer behind our status page stays with us.
 QUEUE = Recipe(
-    "runtime.admission",
+    "core.queue",
     drop=(
-        "Admission._observe_swap",
-        "Admission._observe_refusal",
+        "Admission._announce_swap",
+        "Admission._announce_refusal",
         "Admission.loaded_by_hand",
         "Admission.closing",
         "Admission.budget",
     ),
-    drop_calls=r"self\.observer\.|self\._observe_",
-    parameters={"Admission.__init__": ("observer",)},
+    drop_calls=r"self\.events\.|self\._announce_",
+    parameters={"Admission.__init__": ("events",)},
     rewrite={
-        "self.observer = observer or observe.observer": None,
+        "self.events = events": None,
         "queued = False": None,
         "queued = True": None,
         "Admission._refuse_all | waited = self.now() - waiter.enqueued": None,
         "hold = request.hold if request is not None else None": None,
         "if hold is not None: hold.wait_began()": None,
         "if hold is not None: hold.wait_ended()": None,
-        "request is not None and self.settings.errors": "request is not None",
+        "request is not None and self.config.errors": "request is not None",
     },
     text={
-        ":mod:`omlx_admission.policy`": ":mod:`omlx.admission.policy`",
         "passing our hooks": "telling the queue",
         "callers run stock": "callers ask the pool directly",
         "handed back instead: stock would have evicted it": (
@@ -189,7 +187,7 @@ PLACES = Recipe(
 
 #: `own` of ours reads what the leases have noted.
 OWN = Recipe(
-    "runtime.own",
+    "core.held_models",
     imports="from . import request as requests\n",
     append=("hooks.holding", "own"),
     text={
@@ -227,7 +225,11 @@ SETTINGS = Recipe(
     drop=(
         "api_key",
         "_unknown",
-        *(f"Settings.{f.name}" for f in fields(settings.Settings) if f.name not in _FIELDS),
+        *(
+            f"Settings.{name}"
+            for name in vars(settings.Settings)["__annotations__"]
+            if name not in _FIELDS
+        ),
     ),
     drop_elements=rf'Variable\("({_OTHERS})",',
     rewrite={"problems += _unknown(source)": None},

@@ -26,14 +26,14 @@ serialize_engine_gpu: bool = False
 
 
 def _queue() -> str:
-    recipe = Recipe("policy.turn", text={"`runtime.gpu_turn` adds": "`turn` adds"})
+    recipe = Recipe("gpu.policy.turn", text={"`gpu.turn` adds": "`turn` adds"})
     return transplant(recipe, {})
 
 
 def _turn() -> str:
     """Our turn, without what only our status page and benchmarks use."""
     recipe = Recipe(
-        "runtime.gpu_turn",
+        "gpu.turn",
         rewrite={
             "self.observer: Callable[[Span], None] | None = None": None,
             "span = self._pass_on(ticket)": "self._pass_on(ticket)",
@@ -54,7 +54,7 @@ def _turn() -> str:
             ),
         },
     )
-    return transplant(recipe, {"policy.turn": "queue"})
+    return transplant(recipe, {"gpu.policy.turn": "queue"})
 
 
 def _holding() -> str:
@@ -109,7 +109,7 @@ def _holding() -> str:
             "it runs as stock would": "it runs without",
         },
     )
-    return transplant(recipe, {"runtime.gpu_turn": "turn"})
+    return transplant(recipe, {"gpu.turn": "turn"})
 
 
 def _new(name: str) -> Make:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from omlx_admission.runtime import request as requests
+from omlx_admission.core import request as requests
 
 
 class ByHand:

@@ -15,7 +15,7 @@ import pytest
 
 from omlx_admission.hooks import dead, engines, off_loop, resident
 from omlx_admission.hooks.pool_state import state_of
-from omlx_admission.runtime import observe
+from omlx_admission.observation import observe
 
 from .conftest import SIZES, House, run, settle, until
 from .gpu_rig import Model, fake_scheduler, installed

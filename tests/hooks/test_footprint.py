@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.runtime import footprint
-from omlx_admission.runtime.footprint import Reading, is_settled
+from omlx_admission.core import footprint
+from omlx_admission.core.footprint import Reading, is_settled
 
 from .conftest import House, run, until
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu.watch import watch
 from omlx_admission.hooks import gpu_engine, gpu_hold
-from omlx_admission.runtime import gpu_turn
-from omlx_admission.runtime.gpu_watch import watch
 
 from .conftest import run
 from .gpu_rig import Gate, Model, fake_scheduler, installed

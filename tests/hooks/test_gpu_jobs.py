@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from omlx_admission import standin
+from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu.watch import watch
 from omlx_admission.hooks import gpu_hold, gpu_jobs, gpu_sites
 from omlx_admission.hooks.gate import Source, find
 from omlx_admission.hooks.install import decide
-from omlx_admission.runtime import gpu_turn
-from omlx_admission.runtime.gpu_watch import watch
 from omlx_admission.settings import Settings
 from omlx_admission.surfaces import doctor
 

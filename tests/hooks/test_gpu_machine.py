@@ -16,9 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu.turn import GpuTurn, TurnAbandoned
 from omlx_admission.hooks import gpu_hold
-from omlx_admission.runtime import gpu_turn
-from omlx_admission.runtime.gpu_turn import GpuTurn, TurnAbandoned
 
 PATIENCE_S = 20.0
 OWNERS = ("x", "y")

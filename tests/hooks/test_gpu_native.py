@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu.turn import GpuTurn
+from omlx_admission.gpu.watch import watch
 from omlx_admission.hooks import gpu_native, gpu_watch, surface_sections
-from omlx_admission.runtime import gpu_turn
-from omlx_admission.runtime.gpu_turn import GpuTurn
-from omlx_admission.runtime.gpu_watch import watch
 
 from .gpu_rig import installed
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from omlx_admission.gpu import exposure_file
+from omlx_admission.gpu.exposure_line import Versions
+from omlx_admission.gpu.exposure_recorder import ExposureRecorder
+from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.watch import GpuFaultError, Watch, watch
 from omlx_admission.hooks import gpu_watch
-from omlx_admission.policy.gpu_faults import GpuFault
-from omlx_admission.runtime import exposure_file
-from omlx_admission.runtime.exposure_line import Versions
-from omlx_admission.runtime.exposure_recorder import ExposureRecorder
-from omlx_admission.runtime.gpu_watch import GpuFaultError, Watch, watch
 
 from .conftest import run
 from .gpu_rig import installed

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.hooks import gpu_jobs, load_thread
 from omlx_admission.hooks.gate import find
-from omlx_admission.runtime import gpu_turn
 
 from .conftest import run
 from .gpu_rig import PATIENCE_S, Gate, installed

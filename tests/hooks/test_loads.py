@@ -63,7 +63,7 @@ def on_the_thread(mocker: Any) -> Iterator[Callable[[House], LoadThread]]:
 @pytest.fixture(autouse=True)
 def impatient(mocker: Any) -> None:
     """What rests for 0.3 s rests for ever."""
-    mocker.patch("omlx_admission.policy.admission._QUIET_S", 0.3)
+    mocker.patch("omlx_admission.core.policy.admission._QUIET_S", 0.3)
 
 
 async def is_refused(asked: asyncio.Task[Any]) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.hooks import gate, off_loop
-from omlx_admission.runtime import gpu_turn
 
 from .conftest import run, until
 from .gpu_rig import Gate, Model, fake_scheduler, installed

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from omlx_admission.core.policy.model import places_for
 from omlx_admission.hooks.pool_port import admission_refused
-from omlx_admission.policy.model import places_for
 
 from .by_hand import ByHand
 from .conftest import House, run, settle

@@ -279,7 +279,7 @@ class TestOutcomes:
         async def test() -> None:
             house = make_house()
             await house.get("a")
-            house.admission.settings = replace(house.admission.settings, max_wait_s=0.02)
+            house.admission.config = replace(house.admission.config, max_wait_s=0.02)
             with pytest.raises(admission_refused(), match="'a' \\(1 running\\)") as refused:
                 await house.get("b")
             refusal = refused.value.refusal
@@ -321,7 +321,7 @@ class TestOutcomes:
     def test_b32_no_budget_serves_only_what_is_loaded(self, make_house: Make) -> None:
         async def test() -> None:
             house = make_house(max_wait_s=300.0)
-            from omlx_admission.runtime import request as requests
+            from omlx_admission.core import request as requests
 
             await house.get("a")
             scope = {"path": "/v1/chat/completions", "headers": [(b"x-omlx-max-wait", b"0")]}
@@ -566,7 +566,7 @@ class TestCancelWindows:
         """The server does not cancel a handler whose client has left: we notice ourselves."""
 
         async def test() -> None:
-            from omlx_admission.runtime import request as requests
+            from omlx_admission.core import request as requests
 
             house = make_house(max_age_s=0.0)
             await house.get("a")
@@ -790,7 +790,7 @@ def test_a_fault_of_the_queue_makes_nobody_wait_for_ever(
         place, values = FAULTS[where]
         house = make_house()
         await house.get("a")
-        house.admission.settings = replace(house.admission.settings, **values)
+        house.admission.config = replace(house.admission.config, **values)
         holder, _, name = place.rpartition(".")
         broken = house.admission.policy if holder else house.admission
         mocker.patch.object(broken, name, side_effect=ZeroDivisionError)

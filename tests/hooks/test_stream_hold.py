@@ -13,11 +13,11 @@ import pytest
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from omlx_admission.core import request as requests
+from omlx_admission.core import stream_hold as runtime
+from omlx_admission.core.cut import Cut
 from omlx_admission.hooks import gate, install, stream_hold
 from omlx_admission.hooks.install import State
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime import stream_hold as runtime
-from omlx_admission.runtime.cut import Cut
 from omlx_admission.settings import Settings
 
 ALL = ("openai_chat", "openai_completion", "anthropic", "openai_responses")

@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from omlx_admission.hooks import install, surfaces
-from omlx_admission.runtime import observe
-from omlx_admission.runtime.observe import Observer
+from omlx_admission.observation import observe
+from omlx_admission.observation.observe import Observer
 from omlx_admission.settings import Settings
 from omlx_admission.surfaces import status
 
@@ -113,7 +113,7 @@ def test_every_end_of_a_wait_is_counted_once(
             await house.get("a")
         if outcome == "expired":
             # Only now: the first load took as long as it took.
-            house.admission.settings = replace(house.admission.settings, max_wait_s=0.02)
+            house.admission.config = replace(house.admission.config, max_wait_s=0.02)
         task = house.ask("x" if outcome == "refused" else "b")
         await settle()
         if outcome == "cancelled":
@@ -212,7 +212,6 @@ def wanted(**values: Any) -> Any:
 
 def test_the_routes_come_first_and_go_again(seen: Observer) -> None:
     from omlx_admission.hooks.ledger import Ledger
-    from omlx_admission.runtime import request
 
     module, ledger = fake_server(), Ledger()
     surfaces.apply_server(module, ledger, wanted(stuck_s=7.0, max_wait_s=40.0))
@@ -224,7 +223,7 @@ def test_the_routes_come_first_and_go_again(seen: Observer) -> None:
         "/admission/events",
         "stock",
     ]
-    assert (seen.stuck_s, seen.budget_s, request.queueing) == (7.0, 40.0, True)
+    assert (seen.stuck_s, seen.budget_s) == (7.0, 40.0)
     assert set(seen.sections()) == {"gpu_turn", "exposure"}
     assert module.init_server() == "made"
     assert seen._watching is not None
@@ -232,7 +231,6 @@ def test_the_routes_come_first_and_go_again(seen: Observer) -> None:
     assert module.app.router.routes == ["stock"]
     assert seen.sections() == {}
     assert seen._watching is None
-    assert not request.queueing
 
 
 def test_routes_that_cannot_be_added_cost_nothing_else(
@@ -285,8 +283,8 @@ def test_a_drain_that_hangs_is_told(
 def test_a_turn_that_hangs_is_told_without_its_stack(
     seen: Observer, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from omlx_admission.gpu import turn as gpu_turn
     from omlx_admission.hooks import surface_sections
-    from omlx_admission.runtime import gpu_turn
 
     now = 100.0
     turn = gpu_turn.GpuTurn(stuck_s=60.0, clock=lambda: now)

@@ -9,11 +9,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from omlx_admission.core import quiesce as leave
+from omlx_admission.core import request as requests
 from omlx_admission.hooks import faults, unloads
 from omlx_admission.hooks.pool_port import admission_refused
 from omlx_admission.hooks.pool_state import state_of
-from omlx_admission.runtime import leave
-from omlx_admission.runtime import request as requests
 
 from .by_hand import ByHand, unload
 from .conftest import House, run, settle, until

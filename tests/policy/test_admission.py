@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.simulation.parts import Mark, Model, Request
 from benchmarks.simulation.world import World
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.estimates import Dials, Estimates
-from omlx_admission.policy.model import CancelLoad, Grant, Outcome, Target
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.estimates import Dials, Estimates
+from omlx_admission.core.policy.model import CancelLoad, Grant, Outcome, Target
 
 A, B, C, D, E = (Target(n) for n in "ABCDE")
 SIZES = {"A": 60, "B": 60, "C": 60, "D": 30, "E": 10}

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.simulation.parts import Mark, Model, Request
 from benchmarks.simulation.world import World
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.estimates import Dials
-from omlx_admission.policy.model import Outcome, Target
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.estimates import Dials
+from omlx_admission.core.policy.model import Outcome, Target
 
 A, B, D = Target("A"), Target("B"), Target("D")
 

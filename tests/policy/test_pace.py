@@ -7,9 +7,9 @@ import pytest
 from benchmarks.simulation.parts import Mark, Model, Request
 from benchmarks.simulation.traces import bound_s, overlap
 from benchmarks.simulation.world import World
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.estimates import Dials, Estimates
-from omlx_admission.policy.model import Outcome, places_for
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.estimates import Dials, Estimates
+from omlx_admission.core.policy.model import Outcome, places_for
 
 from .test_admission import ESTIMATES, SIZES, A, B, C, at, house, load
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlx_admission.policy.model import ModelView, PoolView, Target
-from omlx_admission.policy.planner import Plan, PlanKind, after, fits, never_fits, plan
+from omlx_admission.core.policy.model import ModelView, PoolView, Target
+from omlx_admission.core.policy.planner import Plan, PlanKind, after, fits, never_fits, plan
 
 
 def view(*models: ModelView, ceiling: int = 100, residue: int = 0, **kwargs: Any) -> PoolView:

@@ -19,10 +19,10 @@ from hypothesis.stateful import (
 
 from benchmarks.simulation.parts import Mark, Model, Request
 from benchmarks.simulation.world import World
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.estimates import Dials
-from omlx_admission.policy.model import Outcome, Target
-from omlx_admission.policy.planner import never_fits
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.estimates import Dials
+from omlx_admission.core.policy.model import Outcome, Target
+from omlx_admission.core.policy.planner import never_fits
 
 SIZES = {"A": 60, "B": 60, "D": 30, "E": 10, "P": 30, "X": 120}
 NAMES = st.sampled_from(sorted(SIZES))

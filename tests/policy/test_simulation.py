@@ -24,7 +24,7 @@ from benchmarks.simulation.traces import (
     overlap,
     serial_s,
 )
-from omlx_admission.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.admission import AdmissionPolicy
 
 ours = POLICIES["ours"]
 exhaustive = POLICIES["exhaustive"]

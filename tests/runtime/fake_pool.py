@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omlx_admission.policy.model import ModelView, PoolView, Target
-from omlx_admission.runtime.port import Ask
-from omlx_admission.runtime.refusal import Refusal
+from omlx_admission.core.policy.model import ModelView, PoolView, Target
+from omlx_admission.core.port import Ask
+from omlx_admission.core.refusal import Refusal
 
 
 class Refused(Exception):

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from omlx_admission.runtime.admission import Admission
+from omlx_admission.core.queue import Admission
 from omlx_admission.settings import Settings
 
 from .fake_pool import Broken, FakePool, Model, Refused, Shortage

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.refusal import Refusal
+from omlx_admission.core import request as requests
+from omlx_admission.core.refusal import Refusal
 
 from .test_request import Exchange
 

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlx_admission.policy.exposure import OTHER, Cell, Record, merged
-from omlx_admission.policy.gpu_faults import GpuFault
-from omlx_admission.runtime import exposure_file, exposure_recorder
-from omlx_admission.runtime.exposure_file import ExposureFile, LedgerError, read
-from omlx_admission.runtime.exposure_line import Line, Versions, decode, encode
-from omlx_admission.runtime.exposure_recorder import ExposureRecorder
+from omlx_admission.gpu import exposure_file, exposure_recorder
+from omlx_admission.gpu.exposure_file import ExposureFile, LedgerError, read
+from omlx_admission.gpu.exposure_line import Line, Versions, decode, encode
+from omlx_admission.gpu.exposure_recorder import ExposureRecorder
+from omlx_admission.gpu.policy.exposure import OTHER, Cell, Record, merged
+from omlx_admission.gpu.policy.faults import GpuFault
 
 IDLE, ONE, TWO = Cell(0, 0, False), Cell(1, 0, False), Cell(2, 1, False)
 V = Versions("0.6.3rc2", "0.32.2", "macOS 26.1 arm64", "0.1.0")
@@ -353,9 +353,9 @@ def test_processes_share_a_file_and_lose_nothing(tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from omlx_admission.policy.exposure import Cell, Record
-from omlx_admission.runtime.exposure_file import ExposureFile
-from omlx_admission.runtime.exposure_line import Line
+from omlx_admission.gpu.policy.exposure import Cell, Record
+from omlx_admission.gpu.exposure_file import ExposureFile
+from omlx_admission.gpu.exposure_line import Line
 file = ExposureFile(Path({str(path)!r}), max_bytes=16 * 1024)
 pending = Line(record=Record())
 for n in range(400):
@@ -527,9 +527,9 @@ def test_a_killed_process_leaves_whole_lines_and_no_stop(tmp_path: Path) -> None
     program = f"""
 import os, signal
 from pathlib import Path
-from omlx_admission.policy.gpu_faults import GpuFault
-from omlx_admission.runtime.exposure_line import Versions
-from omlx_admission.runtime.exposure_recorder import ExposureRecorder
+from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.exposure_line import Versions
+from omlx_admission.gpu.exposure_recorder import ExposureRecorder
 r = ExposureRecorder(Path({str(path)!r}), Versions("0.6.3rc2"))
 r.start()
 r.busy("glm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omlx_admission.runtime.history import (
+from omlx_admission.observation.history import (
     OTHER,
     STEP_S,
     WINDOW_S,

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.middleware.cors import CORSMiddleware
 
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.refusal import LONGEST_RETRY_S, Refusal, retry_after
+from omlx_admission.core import request as requests
+from omlx_admission.core.refusal import LONGEST_RETRY_S, Refusal, retry_after
 
 BUSY = Refusal(503, "model_busy", "'a' is in use", 7)
 NEVER = Refusal(507, "model_too_large", "too large")

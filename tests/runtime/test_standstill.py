@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.runtime.admission import Admission
+from omlx_admission.core.queue import Admission
 from omlx_admission.settings import Settings
 
 from .fake_pool import FakePool, Model, Refused

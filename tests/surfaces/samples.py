@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from omlx_admission.policy.admission import AdmissionPolicy
-from omlx_admission.policy.estimates import Dials
-from omlx_admission.policy.model import ModelView, PoolView, Target
-from omlx_admission.runtime.facts import CacheBudget, Facts, Registered
-from omlx_admission.runtime.observe import Observer
+from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.estimates import Dials
+from omlx_admission.core.policy.model import ModelView, PoolView, Target
+from omlx_admission.observation.observe import Observer
+from omlx_admission.observation.pool_snapshot import CacheBudget, Facts, Registered
 from omlx_admission.settings import Settings
 
 GB = 1024**3
@@ -73,7 +73,7 @@ class Sample:
             now=lambda: self.now,
             gated=self.policy.gated,
             broken=self.broken,
-            settings=Settings(),
+            config=Settings(),
         )
         marked = self.policy.marked
         return Facts(

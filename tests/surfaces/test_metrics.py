@@ -15,11 +15,11 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from omlx_admission.policy.exposure import Cell, Record
-from omlx_admission.policy.gpu_faults import GpuFault
-from omlx_admission.runtime.facts import CacheBudget
-from omlx_admission.runtime.history import OTHER
-from omlx_admission.runtime.observe import MAX_NAMES
+from omlx_admission.gpu.policy.exposure import Cell, Record
+from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.observation.history import OTHER
+from omlx_admission.observation.observe import MAX_NAMES
+from omlx_admission.observation.pool_snapshot import CacheBudget
 from omlx_admission.surfaces import metrics
 
 from .samples import GB, Sample, draining, loading
@@ -200,8 +200,8 @@ def test_a_model_name_cannot_break_the_format() -> None:
 
 
 def test_the_real_sections_fit(mocker: Any) -> None:
+    from omlx_admission.gpu import turn as gpu_turn
     from omlx_admission.hooks import surface_sections
-    from omlx_admission.runtime import gpu_turn
 
     turn = gpu_turn.GpuTurn()
     mocker.patch.object(gpu_turn, "current", turn)

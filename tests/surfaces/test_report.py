@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.policy.exposure import Cell, Record
-from omlx_admission.policy.gpu_faults import GpuFault
-from omlx_admission.runtime.exposure_file import FILE_NAME, ExposureFile
-from omlx_admission.runtime.exposure_line import Line, Versions
+from omlx_admission.gpu.exposure_file import FILE_NAME, ExposureFile
+from omlx_admission.gpu.exposure_line import Line, Versions
+from omlx_admission.gpu.policy.exposure import Cell, Record
+from omlx_admission.gpu.policy.faults import GpuFault
 from omlx_admission.surfaces import cli
 
 HOUR = 3600.0

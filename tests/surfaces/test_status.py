@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from omlx_admission.runtime.facts import CacheBudget, Facts
-from omlx_admission.runtime.observe import Observer, Problem
+from omlx_admission.observation.observe import Observer, Problem
+from omlx_admission.observation.pool_snapshot import CacheBudget, Facts
 from omlx_admission.surfaces import queue_view, reasons, status
 from omlx_admission.surfaces.summary import listed, seconds
 

@@ -65,7 +65,7 @@ def test_with_all_changes_in_the_pool_is_left_alone(checkout: Path) -> None:
         assert wrapped.count(POOL + method) == 1
     assert states["surfaces"] == "applied"
     assert found["middleware"].count("omlx.admission.request") == 1  # type: ignore[attr-defined]
-    assert "omlx_admission.runtime.request" not in str(found["middleware"])
+    assert "omlx_admission.core.request" not in str(found["middleware"])
 
 
 @pytest.mark.parametrize("name", ["resident-path", "error-mapping", "leases"])

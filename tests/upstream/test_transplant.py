@@ -16,7 +16,7 @@ import sys
 import asyncio
 from typing import Any, Iterable
 
-from omlx_admission.policy import turn
+from omlx_admission.gpu.policy import turn
 
 
 def first(name: str) -> Any:
@@ -68,7 +68,7 @@ def test_imports_are_of_what_is_used_and_grouped() -> None:
     recipe = Recipe(
         "any", rewrite={"import mlx.core as mx": None}, imports="import mlx.core as mx\n"
     )
-    assert transplant(recipe, {"policy.turn": "queue"}) == RESULT.lstrip()
+    assert transplant(recipe, {"gpu.policy.turn": "queue"}) == RESULT.lstrip()
 
 
 def test_what_is_used_has_to_be_in_the_new_package() -> None:
@@ -90,4 +90,4 @@ def test_what_is_used_has_to_be_in_the_new_package() -> None:
 )
 def test_a_rule_that_matches_nothing_is_an_error(recipe: Recipe) -> None:
     with pytest.raises(StaleRecipe):
-        transplant(recipe, {"policy.turn": "queue"})
+        transplant(recipe, {"gpu.policy.turn": "queue"})

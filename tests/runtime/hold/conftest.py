@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from omlx_admission.runtime import stream_hold
-from omlx_admission.runtime.stream_hold import Keepalive, Rule
+from omlx_admission.core import stream_hold
+from omlx_admission.core.stream_hold import Keepalive, Rule
 
 from ..virtual import VirtualLoop
 from .rig import AFTER, FRAMES, INTERVAL, Waiter

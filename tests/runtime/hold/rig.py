@@ -8,8 +8,8 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime.refusal import Refusal
+from omlx_admission.core import request as requests
+from omlx_admission.core.refusal import Refusal
 
 from ..virtual import VirtualLoop
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime import stream_hold
-from omlx_admission.runtime.refusal import Refusal
-from omlx_admission.runtime.stream_hold import Keepalive, Rule
+from omlx_admission.core import request as requests
+from omlx_admission.core import stream_hold
+from omlx_admission.core.refusal import Refusal
+from omlx_admission.core.stream_hold import Keepalive, Rule
 
 from ..virtual import VirtualLoop
 from .rig import (

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.runtime import request as requests
-from omlx_admission.runtime import stream_hold
-from omlx_admission.runtime.refusal import Refusal
-from omlx_admission.runtime.stream_hold import Keepalive, Rule
+from omlx_admission.core import request as requests
+from omlx_admission.core import stream_hold
+from omlx_admission.core.refusal import Refusal
+from omlx_admission.core.stream_hold import Keepalive, Rule
 
 from ..virtual import VirtualLoop
 from .rig import (
@@ -142,7 +142,7 @@ def test_who_was_served_in_time_is_left_alone(loop: VirtualLoop, waiter: Waiter)
 def test_f8_a_body_that_is_not_understood_is_not_held(
     loop: VirtualLoop, waiter: Waiter, mocker: Any
 ) -> None:
-    mocker.patch("omlx_admission.runtime.stream_hold.StreamHold.asked")
+    mocker.patch("omlx_admission.core.stream_hold.StreamHold.asked")
     exchange = Exchange(loop, waiter)
     loop.advance(20 * AFTER)
     assert exchange.sent == []

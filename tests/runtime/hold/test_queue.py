@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from omlx_admission.runtime.admission import Admission
+from omlx_admission.core.queue import Admission
+from omlx_admission.core.request import WAIT_HEADER
 from omlx_admission.settings import Settings
 
 from ..fake_pool import FakePool, Model
@@ -73,6 +74,18 @@ def test_a_waiter_of_the_queue_is_kept_alive_and_served(loop: VirtualLoop) -> No
     assert exchange.closed
     assert exchange.text.endswith("data: [DONE]\n\n")
     assert queue.admission.policy.waiting == 0
+
+
+def test_the_waited_time_is_known_without_a_listener(loop: VirtualLoop) -> None:
+    queue = Queue(loop)
+    exchange = Exchange(loop, queue, body={"model": "b"})
+    loop.advance(4.5)
+    queue.pool.models["a"].leases = 0
+    loop.call_soon(queue.admission.released, "a")
+    loop.turn()
+    queue.pool.end_load("b")
+    loop.turn()
+    assert dict(exchange.sent[0]["headers"])[WAIT_HEADER] == b"4500"
 
 
 def test_the_budget_of_a_waiter_ends_in_an_event(loop: VirtualLoop) -> None:

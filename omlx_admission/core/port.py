@@ -1,0 +1,79 @@
+"""What the runtime asks of a pool; ``hooks`` implements it on oMLX, tests on a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .held_models import NOTHING, Own
+from .policy.model import PoolView, Target
+from .refusal import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One call of ``get_engine``: what it wants and its arguments, passed on untouched.
+
+    ``own`` is what the request that asks holds already. An ask that is ``unpaced`` wants
+    nothing of the engine that it would have to wait its turn for.
+    """
+
+    target: Target
+    size: int
+    arguments: dict[str, Any]
+    own: Own = NOTHING
+    unpaced: bool = False
+
+
+class PoolPort(Protocol):
+    """The pool as the admission runtime needs it. All methods but ``load`` are synchronous."""
+
+    def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
+        """The pool at this instant, with ``ready`` and ``unknown`` told for ``targets``."""
+
+    def size(self, arguments: Mapping[str, Any]) -> int:
+        """Bytes that a call with these arguments would load, as things are now."""
+
+    def take(self, target: Target, leases: int) -> Any:
+        """Take ``leases`` leases on the resident engine of ``target`` and return it.
+
+        Raises:
+            Exception: the pool's own error where the engine cannot be used.
+        """
+
+    def places(self, model: str) -> int | None:
+        """How many leases the resident ``model`` may hold while requests wait for it."""
+
+    def give_back(self, model: str, engine: Any) -> None:
+        """Give one lease on ``engine`` back; none, where the model has another by now."""
+
+    def in_service(self, model: str, engine: Any) -> bool:
+        """Whether ``engine`` is still the model's engine and not being torn down."""
+
+    def mark(self, model: str, target: Target) -> None:
+        """Mark a busy model: it leaves for ``target`` once it is idle."""
+
+    def unmark(self, model: str) -> None:
+        """Withdraw the mark, if it is ours."""
+
+    async def load(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
+        """Evict ``victims`` where needed and load. Raises the pool's own errors."""
+
+    def passes(self, error: Exception) -> bool:
+        """Whether a load error is a shortage that passes."""
+
+    def copy_error(self, error: Exception) -> Exception:
+        """The same error without its traceback: frames of a failed load hold its weights."""
+
+    def not_found(self, model: str) -> Exception:
+        """The pool's own error for a model that is not registered."""
+
+    def too_large(self, model: str, size: int, view: PoolView, text: str) -> Exception:
+        """The pool's own error for a model that never fits; ``text`` says why."""
+
+    def refused(self, refusal: Refusal) -> Exception:
+        """The error that carries ``refusal`` through the server unharmed."""
+
+    def seconds_per_byte(self) -> float | None:
+        """The pool's own estimate of the load speed, None when it has none."""

@@ -1,0 +1,94 @@
+"""Waiting for a model to come to rest, so that it can be unloaded by hand.
+
+Loop thread only. All who ask for the same unload share one :class:`Leave`; each
+waits in its own budget and leaves by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from typing import Any
+
+from . import request as requests
+
+#: Look this often, in seconds: work without a lease and an engine's own queues
+#: announce nothing when they end.
+_POLL_S = 0.05
+
+
+class Ended(enum.Enum):
+    """How one wait ended."""
+
+    AT_REST = "at rest"
+    EXPIRED = "expired"
+    LEFT = "left"
+
+
+class Leave:
+    """A model that is to be unloaded once nothing of it runs.
+
+    Attributes:
+        engine: the engine that leaves; one that was loaded after it stays.
+        askers: how many wait for it. With the last of them the wish goes.
+        drains: it was in use when it was marked.
+        tearing_down: one of them unloads it now; the others wait for the end of that.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.askers = 0
+        self.drains = False
+        self.tearing_down = False
+        # In order: who asked first tears down.
+        self._waiting: dict[asyncio.Future[None], None] = {}
+
+    def moved(self) -> None:
+        """Something of the model ended: look now."""
+        for future in self._waiting:
+            _wake(future)
+
+    async def wait(
+        self, done: Callable[[], bool], deadline: float, request: requests.Request | None
+    ) -> Ended:
+        """Wait until ``done``, to ``deadline`` (the loop's clock) at most.
+
+        There is no await between the ``done`` that was true and the return. ``request``
+        is whose client may leave meanwhile; None where there is nobody to leave.
+        """
+        loop = asyncio.get_running_loop()
+        left = False
+
+        def client_left() -> None:
+            nonlocal left
+            left = True
+            self.moved()
+
+        watch: requests.Watch | None = None
+        try:
+            while not done():
+                if left:
+                    return Ended.LEFT
+                rest = deadline - loop.time()
+                if rest <= 0:
+                    return Ended.EXPIRED
+                if watch is None:
+                    watch = requests.Watch(request, client_left)
+                future = loop.create_future()
+                timer = loop.call_later(min(rest, _POLL_S), _wake, future)
+                self._waiting[future] = None
+                try:
+                    await future
+                finally:
+                    del self._waiting[future]
+                    timer.cancel()
+            return Ended.AT_REST
+        finally:
+            if watch is not None:
+                watch.stop()
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,1 @@
+"""Decisions and figures about the GPU: pure, without a clock."""

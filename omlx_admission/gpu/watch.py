@@ -1,0 +1,173 @@
+"""What happened on the GPU: exposure, faults, replays. Fed by hooks, read by status.
+
+A fault is logged once per engine and class within `EVENT_WINDOW_S`, with who held the
+turn and who waited, or with who was busy where engines take no turns. A process whose
+submissions the driver ignores ends itself where that is wanted: it would answer health
+checks and generate nothing until somebody restarts it (reports §3).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu.exposure_recorder import ExposureRecorder
+from omlx_admission.gpu.policy.exposure import EVENT_WINDOW_S
+from omlx_admission.gpu.policy.faults import GpuFault, classify, classify_text
+
+logger = logging.getLogger("omlx.admission")
+
+_WHAT = {
+    GpuFault.HANG: "hung the GPU",
+    GpuFault.TIMEOUT: "kept the GPU longer than the driver allows",
+    GpuFault.PAGE_FAULT: "touched memory that the GPU cannot reach",
+    GpuFault.INTERACTIVITY: "was stopped by the system because it kept the display waiting",
+    GpuFault.SUBMISSIONS_IGNORED: "is refused by the GPU driver until the server restarts",
+    GpuFault.INNOCENT_VICTIM: "was discarded because other work failed on the GPU",
+    GpuFault.OUT_OF_MEMORY: "found no GPU memory",
+}
+
+
+class GpuFaultError(RuntimeError):
+    """A GPU fault as a client reads it. The driver's text comes first, so that whoever
+    classifies by text still can."""
+
+    def __init__(self, error: BaseException, fault: GpuFault, engine: str) -> None:
+        super().__init__(
+            f"{error} [GPU fault {fault.value}: the work of model '{engine}' "
+            f"{_WHAT[fault]}; its requests have ended and may be sent again]"
+        )
+        self.fault = fault
+
+
+@dataclass
+class Replays:
+    """MTP reconcile replays: committed history that was computed again."""
+
+    count: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The last report of one class by one engine. ``at`` is ``time.time``."""
+
+    engine: str
+    fault: GpuFault
+    text: str
+    at: float
+    circumstances: str
+
+
+@dataclass
+class Watch:
+    """One per process. Methods may be called from any thread and raise nothing.
+
+    Attributes:
+        recorder: the exposure ledger; None before the server knows its base path.
+        exit: ends the process, given a reason; None where it must go on.
+        turn: the turn that engines take, or None.
+    """
+
+    recorder: ExposureRecorder | None = None
+    exit: Callable[[str], object] | None = None
+    turn: Callable[[], gpu_turn.GpuTurn | None] = lambda: gpu_turn.current
+    clock: Callable[[], float] = time.monotonic
+    replays: Replays = field(default_factory=Replays)
+    faults: dict[tuple[str, GpuFault], Fault] = field(default_factory=dict)
+    busy_now: dict[str, float] = field(default_factory=dict)
+    _seen: dict[tuple[str, GpuFault], float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def busy(self, engine: str, longest: int) -> None:
+        """``engine`` has work, its longest request ``longest`` tokens."""
+        if engine not in self.busy_now:
+            self.busy_now[engine] = self.clock()
+        if self.recorder is not None:
+            self.recorder.busy(engine, longest=longest)
+
+    def idle(self, engine: str) -> None:
+        """``engine`` has no work, or is gone."""
+        self.busy_now.pop(engine, None)
+        if self.recorder is not None:
+            self.recorder.idle(engine)
+
+    def saw(self, error: BaseException, engine: str) -> GpuFault | None:
+        """Look at an exception that GPU work of ``engine`` raised: count, log, perhaps end
+        the process. None: it is no GPU fault."""
+        fault = classify(error)
+        if fault is None:
+            return None
+        self._note(fault, str(error), engine)
+        if fault is GpuFault.SUBMISSIONS_IGNORED and self.exit is not None:
+            if self.recorder is not None:
+                self.recorder.flush(sync=True, compact=False)
+            self.exit(f"the GPU driver ignores this process's submissions ({error})")
+        return fault
+
+    def saw_text(self, text: str, engine: str) -> GpuFault | None:
+        """The same for an error text that oMLX made of an exception which it swallowed.
+
+        It never ends the process: a text may quote anything.
+        """
+        fault = classify_text(text)
+        if fault is not None:
+            self._note(fault, text, engine)
+        return fault
+
+    def replayed(self, tokens: int, seconds: float, ok: bool, engine: str) -> None:
+        """A reconcile replay of ``tokens`` committed tokens has ended."""
+        with self._lock:
+            self.replays.count += 1
+            self.replays.tokens += tokens
+            self.replays.seconds += seconds
+            self.replays.failed += not ok
+        logger.info(
+            "admission: MTP reconcile replayed %d tokens of '%s' in %.2f s%s",
+            tokens,
+            engine,
+            seconds,
+            "" if ok else " and failed",
+        )
+
+    def _note(self, fault: GpuFault, text: str, engine: str) -> None:
+        now = self.clock()
+        key = (engine, fault)
+        with self._lock:
+            last = self._seen.get(key)
+            self._seen[key] = now
+            if last is not None and now - last < EVENT_WINDOW_S:
+                return
+        circumstances = self._circumstances(now)
+        self.faults[key] = Fault(engine, fault, text[:500], time.time(), circumstances)
+        if self.recorder is not None:
+            self.recorder.fault(engine, fault)
+        logger.error(
+            "admission: GPU fault %s in '%s': %s; %s",
+            fault.value,
+            engine,
+            text[:500],
+            circumstances,
+        )
+
+    def _circumstances(self, now: float) -> str:
+        turn = self.turn()
+        busy = ", ".join(f"{n} ({now - since:.1f} s)" for n, since in self.busy_now.items())
+        if turn is None:
+            return f"engines take no turns; busy: {busy or 'none'}"
+        state = turn.snapshot()
+        holder = (
+            f"{state.holder} ({state.site}, {state.held_s:.2f} s)" if state.holder else "nobody"
+        )
+        waiting = ", ".join(f"{n} ({site}, {s:.2f} s)" for n, site, s in state.waiting)
+        return f"turn held by {holder}; waiting: {waiting or 'nobody'}; busy: {busy or 'none'}"
+
+
+#: The watch of this process.
+watch = Watch()

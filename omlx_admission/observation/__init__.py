@@ -1,0 +1,1 @@
+"""What is remembered of the queue and the pool, for people to look at."""

@@ -1,1 +1,0 @@
-"""The only places that wait, thin over :mod:`omlx_admission.policy`."""
