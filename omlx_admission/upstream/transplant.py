@@ -36,10 +36,20 @@ _RELATIVE = re.compile(r"^(?P<indent> *)from (?P<dots>\.+)(?P<module>[\w.]*) ", 
 
 
 def source(name: str) -> cst.Module:
-    """One of our modules (``core.policy.planner``), parsed, not imported."""
-    return cst.parse_module(
-        _ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
-    )
+    """One of our modules (``core.policy.planner``), parsed, not imported.
+
+    Its relative imports are spelled out.
+    """
+    text = _ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
+    package = ("omlx_admission." + name).split(".")
+
+    def whole(found: re.Match[str]) -> str:
+        above = ".".join(package[: -len(found["dots"])])
+        return (
+            f"{found['indent']}from {above}{'.' if found['module'] else ''}{found['module']} "
+        )
+
+    return cst.parse_module(_RELATIVE.sub(whole, text))
 
 
 def transplant(recipe: Recipe, modules: Mapping[str, str]) -> str:
