@@ -74,6 +74,39 @@ def test_b12_a_realtime_session_keeps_its_model_until_the_socket_ends(
     assert session["stop"]["done"]
 
 
+def test_c19_an_idle_realtime_socket_closes_no_gate(told: dict[str, Any]) -> None:
+    """Its model serves whoever else asks for it while another one is waited for, time and
+    again; that one is refused truthfully, and is served when the socket has ended."""
+    found = told["an_idle_socket_closes_no_gate"]
+    if found is None:
+        pytest.skip("this oMLX has no realtime transcription")
+    assert len(found["tries"]) == 3
+    for one in found["tries"]:
+        answer, beside = one["answer"], one["beside"]
+        assert answer["status"] == 503
+        assert int(answer["headers"]["retry-after"]) >= 1
+        error = json.loads(answer["body"])["error"]
+        assert error["code"] == "model_swap_timeout"
+        assert "1 of them an open realtime session) in use" in error["message"]
+        # Each was answered while the other request went on waiting; the last one may have
+        # seen its end. No gate was closed.
+        assert len(beside) >= 3
+        assert [0 for status, _, _ in beside if status != 200] == []
+        assert [0 for _, over, _ in beside[:-1] if over] == []
+        assert [0 for _, _, leaves in beside if leaves] == []
+    assert found["at its end"] == [200, True, 200, 200]
+    assert found["leases"] == [0, 0]
+
+
+def test_c19_beside_an_idle_realtime_socket_another_model_leaves(
+    told: dict[str, Any],
+) -> None:
+    found = told["beside_an_idle_socket_another_model_leaves"]
+    if found is None:
+        pytest.skip("this oMLX has no realtime transcription")
+    assert found == [200, ["embed", "stt"]]
+
+
 def test_a_refused_realtime_session_says_why(told: dict[str, Any]) -> None:
     refused = told["a_refused_socket_says_why"]
     if refused is None:

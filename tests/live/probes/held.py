@@ -53,29 +53,9 @@ def is_leaving(pool, model):
     return model in state_of(pool).unloading or pool._entries[model].pending_unload_reason
 
 
-class Session:
-    """What a real engine's realtime session does, on no model."""
-
-    def feed_pcm16(self, data):
-        pass
-
-    async def poll(self):
-        return []
-
-    async def close(self):
-        return ["something"]
-
-    async def release(self):
-        pass
-
-
 if hasattr(STTEngine, "create_realtime_session"):
-
-    async def create(self, language=None):
-        return Session()
-
+    # Of the model that is not there; the session on it is oMLX's own.
     STTEngine.supports_realtime_stt = lambda self: True
-    STTEngine.create_realtime_session = create
 
 
 #: Headers of the requests to come.
@@ -190,6 +170,37 @@ def all_routes(router):
             yield from all_routes(inner)
 
 
+class Socket:
+    """A realtime transcription, accepted and started."""
+
+    def __init__(self):
+        self.inbox, self.sent = asyncio.Queue(), []
+        self.inbox.put_nowait({"type": "websocket.connect"})
+        self.say({"type": "start", "model": "stt"})
+
+        async def send(message):
+            self.sent.append(message)
+
+        scope = scope_of("/v1/audio/transcriptions/realtime", "websocket")
+        self.task = asyncio.ensure_future(server.app(scope, self.inbox.get, send))
+
+    def say(self, what):
+        self.inbox.put_nowait({"type": "websocket.receive", "text": json.dumps(what)})
+
+    def said(self, words):
+        return any(words in str(m.get("text")) for m in self.sent)
+
+    async def ready(self):
+        await until(lambda: self.said("ready"))
+
+    async def end(self, how):
+        if how == "stop":
+            self.say({"type": "stop"})
+        else:
+            self.inbox.put_nowait({"type": "websocket.disconnect", "code": 1006})
+        await self.task
+
+
 async def story_a_socket_holds_its_model(pool):
     """Leased from hand-out to the end of the socket, however it ends."""
     if not has_realtime():
@@ -197,32 +208,103 @@ async def story_a_socket_holds_its_model(pool):
     more_headers.clear()
     found = {}
     for end in ("stop", "disconnect"):
-        inbox, sent = asyncio.Queue(), []
-        inbox.put_nowait({"type": "websocket.connect"})
-        start = {"type": "start", "model": "stt"}
-        inbox.put_nowait({"type": "websocket.receive", "text": json.dumps(start)})
-
-        async def send(message, sent=sent):
-            sent.append(message)
-
-        path = "/v1/audio/transcriptions/realtime"
-        socket = asyncio.ensure_future(server.app(scope_of(path, "websocket"), inbox.get, send))
-        await until(lambda sent=sent: any("ready" in str(m.get("text")) for m in sent))
+        socket = Socket()
+        await socket.ready()
         entry = pool._entries["stt"]
         other = somebody_else(pool.get_engine("text"))
         for _ in range(50):
             await asyncio.sleep(0.001)
         during = [entry.in_use, entry.engine is not None, other.done()]
-        if end == "stop":
-            stop = {"type": "websocket.receive", "text": json.dumps({"type": "stop"})}
-            inbox.put_nowait(stop)
-        else:
-            inbox.put_nowait({"type": "websocket.disconnect", "code": 1006})
-        await socket
+        await socket.end(end)
         await other
-        done = any("transcript.done" in str(m.get("text")) for m in sent)
-        found[end] = {"during": during, "leases": entry.in_use, "done": done}
+        found[end] = {
+            "during": during,
+            "leases": entry.in_use,
+            "done": socket.said("transcript.done"),
+        }
     return found
+
+
+async def request(path, content, content_type, max_wait):
+    """One POST of a client of its own; status, headers and body."""
+    sent = []
+    queue = [{"type": "http.request", "body": content, "more_body": False}]
+    scope = scope_of(path)
+    wait = (b"x-omlx-max-wait", max_wait)
+    scope["headers"] = [(b"content-type", content_type), wait]
+
+    async def receive():
+        return queue.pop() if queue else await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    await server.app(scope, receive, send)
+    return {
+        "status": sent[0]["status"],
+        "headers": {k.decode(): v.decode() for k, v in sent[0]["headers"]},
+        "body": b"".join(m.get("body", b"") for m in sent).decode(),
+    }
+
+
+def embed(max_wait):
+    body = json.dumps({"model": "embed", "input": "hello"}).encode()
+    return request("/v1/embeddings", body, b"application/json", max_wait)
+
+
+def transcribe(max_wait=b"20"):
+    parts = {'name="model"': "stt", 'name="file"; filename="a.wav"': "RIFF"}
+    body = "".join(
+        f"--x\r\nContent-Disposition: form-data; {name}\r\n\r\n{value}\r\n"
+        for name, value in parts.items()
+    )
+    body += "--x--\r\n"
+    content_type = b"multipart/form-data; boundary=x"
+    return request("/v1/audio/transcriptions", body.encode(), content_type, max_wait)
+
+
+async def story_an_idle_socket_closes_no_gate(pool):
+    """C19: nothing is said on it; a client of another model returns again and again."""
+    if not has_realtime():
+        return None
+    socket = Socket()
+    await socket.ready()
+    entry, tries = pool._entries["stt"], []
+    for _ in range(3):
+        waits = somebody_else(embed(b"0.5"))
+        beside = []
+        while not waits.done():
+            heard = await transcribe()
+            beside.append([heard["status"], waits.done(), bool(entry.pending_unload_reason)])
+            await asyncio.sleep(0.02)
+        tries.append({"answer": waits.result(), "beside": beside})
+    more = [somebody_else(embed(b"20")), somebody_else(transcribe())]
+    heard = await more[1]
+    waits = not more[0].done()
+    await socket.end("disconnect")
+    served = await more[0]
+    again = await transcribe()
+    return {
+        "tries": tries,
+        "at its end": [heard["status"], waits, served["status"], again["status"]],
+        "leases": [pool._entries[m].in_use for m in ("stt", "embed")],
+    }
+
+
+async def story_beside_an_idle_socket_another_model_leaves(pool):
+    """C19: also where that one was used later than the socket's."""
+    if not has_realtime():
+        return None
+    one_fits = pool._get_final_ceiling
+    pool._get_final_ceiling = lambda: CEILING * 3 // 2  # two fit
+    socket = Socket()
+    await socket.ready()
+    await pool.get_engine("text")
+    served = await embed(b"20")
+    loaded = sorted(m for m, e in pool._entries.items() if e.engine is not None)
+    await socket.end("stop")
+    pool._get_final_ceiling = one_fits
+    return [served["status"], loaded]
 
 
 async def story_a_refused_socket_says_why(pool):
@@ -230,22 +312,14 @@ async def story_a_refused_socket_says_why(pool):
         return None
     more_headers[:] = [(b"x-omlx-max-wait", b"0")]
     await pool.get_engine("text", _lease=True)
-    inbox, sent = asyncio.Queue(), []
-    inbox.put_nowait({"type": "websocket.connect"})
-    start = {"type": "start", "model": "stt"}
-    inbox.put_nowait({"type": "websocket.receive", "text": json.dumps(start)})
-
-    async def send(message):
-        sent.append(message)
-
-    path = "/v1/audio/transcriptions/realtime"
-    await server.app(scope_of(path, "websocket"), inbox.get, send)
+    socket = Socket()
+    await socket.task
     await pool.release_engine("text")
-    texts = [json.loads(m["text"]) for m in sent if m.get("text")]
+    texts = [json.loads(m["text"]) for m in socket.sent if m.get("text")]
     return {
         "types": [t["type"] for t in texts],
         "why": "'stt' is not loaded" in str(texts),
-        "closed": [m.get("code") for m in sent if m["type"] == "websocket.close"],
+        "closed": [m.get("code") for m in socket.sent if m["type"] == "websocket.close"],
     }
 
 
