@@ -722,14 +722,31 @@ def test_c15_helpers_of_chat_models_take_no_place(make_house: Make, mocker: Any)
         await house.get("a")
         await house.release("a")
         assert house.resident() == {"a", "d"}
+        house.entry("d").is_pinned = False
+        await house.pool._unload_engine("d")
+        loads = house.events.count("load a")
+        await house.get("d")  # the place that A has is none of its
+        await house.release("d")
+        house.entry("a").is_pinned = True
+        await house.pool._unload_engine("d")
+        await house.get("d")  # neither is one that A has for good
+        await house.release("d")
+        assert house.resident() == {"a", "d"}
+        assert house.events.count("load a") == loads
         house.assert_idle()
 
     run(test)
 
 
-def test_c15_the_refusal_for_places_names_what_helps(make_house: Make) -> None:
+def test_c15_the_refusal_for_places_names_what_helps(make_house: Make, mocker: Any) -> None:
     async def test() -> None:
         house = make_house(max_models=1)
+        house.ceiling = 10_000
+        mocker.patch.object(house.module, "EmbeddingEngine", house.engine)
+        house.entry("p").engine_type = "embedding"
+        house.entry("p").is_pinned = True  # in nobody's way, and not named
+        await house.get("p")
+        await house.release("p")
         house.entry("a").is_pinned = True
         await house.get("a")
         await house.release("a")
@@ -743,7 +760,7 @@ def test_c15_the_refusal_for_places_names_what_helps(make_house: Make) -> None:
             "loaded because it is pinned. No wait can change that: unpin a model, or raise "
             "OMLX_ADMISSION_MAX_MODELS."
         )
-        assert house.resident() == {"a"}
+        assert house.resident() == {"a", "p"}
         house.assert_idle()
 
     run(test)

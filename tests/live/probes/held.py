@@ -299,12 +299,16 @@ async def story_beside_an_idle_socket_another_model_leaves(pool):
     pool._get_final_ceiling = lambda: CEILING * 3 // 2  # two fit
     socket = Socket()
     await socket.ready()
-    await pool.get_engine("text")
-    served = await embed(b"20")
+    await pool.get_engine("text", _lease=True)
+    waits = somebody_else(embed(b"20"))
+    await until(lambda: is_leaving(pool, "text") or is_leaving(pool, "stt") or waits.done())
+    leave = [m for m in ("stt", "text") if is_leaving(pool, m)]
+    await pool.release_engine("text")
+    served = await waits
     loaded = sorted(m for m, e in pool._entries.items() if e.engine is not None)
     await socket.end("stop")
     pool._get_final_ceiling = one_fits
-    return [served["status"], loaded]
+    return [leave, served["status"], loaded]
 
 
 async def story_a_refused_socket_says_why(pool):
