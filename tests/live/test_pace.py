@@ -183,3 +183,40 @@ def test_c3_a_refused_waiter_is_served_when_it_returns(serve: Serve) -> None:
     assert first.status == 503
     assert second.ok, second
     assert "the drain of 'a' is withdrawn" not in server.log
+
+
+def test_c16_clients_that_leave_within_a_moment_evict_nothing_in_use(serve: Serve) -> None:
+    """A request for B with each key: A, used again and again, stays until one of them waits."""
+    server = serve(load_s=0.3, OMLX_ADMISSION_MAX_AGE_S="30")
+    client = Client(server.url)
+
+    async def press() -> None:
+        answer = await client.chat("b", hang_up_after=0.2)
+        assert answer.error == "hung up", answer
+
+    async def scenario() -> None:
+        await client.chat("a")
+        stream = asyncio.create_task(client.chat("a", tokens=150, stream=True))
+        await asyncio.sleep(0.3)
+        await press()
+        assert not stream.done()
+        while not stream.done():  # it is remembered for some seconds that they leave
+            await press()
+        assert (await stream).ok
+        for turn in range(12):
+            await press()
+            if turn % 3 == 2:
+                assert (await client.chat("a", tokens=2)).ok
+        assert swaps(server) == ["a"]
+        assert "'a' drains for 'b'" not in server.log
+        patient = await client.chat("b")
+        assert patient.ok, patient
+        assert swaps(server) == ["a", "b"]
+        back = await client.chat("a", tokens=2)
+        assert back.ok, back
+
+    asyncio.run(scenario())
+
+
+def swaps(server: Server) -> list[str]:
+    return re.findall(r"admission: '(\w+)' resident", server.log)
