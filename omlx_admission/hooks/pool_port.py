@@ -164,8 +164,7 @@ class OmlxPool:
         self._errors = _exceptions()
         self._stock_get_engine = stock_get_engine
         self._loaded_for: dict[str, tuple[weakref.ref[Any], Target]] = {}
-        #: What loads now, and what wanted a DFlash engine last and got another one.
-        self._loading: dict[str, Target] = {}
+        #: What wanted a DFlash engine last and got another one.
         self._fell_back: dict[str, Target] = {}
         self._extras: dict[str, tuple[object, int]] = {}
         #: The last load of each model, by whomever it was asked for.
@@ -310,18 +309,12 @@ class OmlxPool:
             last_used=self._last_used(model_id, entry),
             places=places(entry.engine),
             most=most(entry.engine),
-            group=self._group(model_id, entry),
+            # What a load will bring is not known before its end.
+            group=_DFLASH_GROUP if _is_dflash(entry.engine) else None,
             # A load that waits for another one's teardown has nothing on its thread.
             resting=work.resting() if work and not unloading_models(self._pool) else 0.0,
             read=max(0, self._used() - work.used) if work else 0,
         )
-
-    def _group(self, model_id: str, entry: Any) -> str | None:
-        """The exclusive group of what runs, or of what a load of ours will bring."""
-        if entry.engine is not None:
-            return _DFLASH_GROUP if _is_dflash(entry.engine) else None
-        target = self._loading.get(model_id) if entry.is_loading else None
-        return _DFLASH_GROUP if target is not None and self._is_exclusive(target) else None
 
     def _is_exclusive(self, target: Target) -> bool:
         return _wants_dflash(target) and self._fell_back.get(target.model) != target
@@ -439,11 +432,7 @@ class OmlxPool:
         planned_victims.set(tuple(v for v in victims if v != model))
         _load_at_hand.set(LoadAtHand(self, ask, asyncio.current_task()))
         await self._make_places(ask, victims, max_models)
-        self._loading[model] = ask.target
-        try:
-            engine = await self._stock_get_engine(**ask.arguments)
-        finally:
-            del self._loading[model]
+        engine = await self._stock_get_engine(**ask.arguments)
         if not self.in_service(model, engine):
             dead.bury(self._pool, model)
             raise self._errors.ModelLoadingError(model, f"Model '{model}' is being unloaded")

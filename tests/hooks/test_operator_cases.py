@@ -447,6 +447,30 @@ def test_f5_the_next_load_knows_that_the_last_one_fell_back(
     run(test)
 
 
+def test_f5_a_load_says_nothing_of_what_it_will_be(make_house: Make, mocker: Any) -> None:
+    """It may fall back too: who asks meanwhile waits for that, pinned or not."""
+
+    async def test() -> None:
+        house = make_house()
+        dflash(house, mocker, "dp", runs=False)
+        house.entry("d").is_pinned = True
+        house.hold_loads = True
+        for_d = house.ask("d")
+        await until(lambda: "load d" in house.events)
+        for_p = house.ask("p")
+        await settle()
+        assert not for_p.done()
+        house.hold_loads = False
+        await house.let_load("d")
+        await asyncio.gather(for_d, for_p)
+        assert house.resident() == {"d", "p"}
+        for model in "dp":
+            await house.release(model)
+        house.assert_idle()
+
+    run(test)
+
+
 def test_f5_a_text_load_of_a_member_is_a_member(make_house: Make, mocker: Any) -> None:
     async def test() -> None:
         house = make_house(max_age_s=0.0)
