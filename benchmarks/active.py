@@ -13,9 +13,6 @@ from omlx_admission import _startup
 
 _startup.main()
 
-#: What the last line of a run's output begins with.
-SAYS = "omlx-admission applied:"
-
 
 def applied() -> list[str]:
     """Features that were applied in this process."""
@@ -34,4 +31,4 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what was applied."""
-    terminalreporter.write_line(f"{SAYS} {', '.join(applied()) or 'nothing'}")
+    terminalreporter.write_line(f"omlx-admission applied: {', '.join(applied()) or 'nothing'}")

@@ -1,1 +1,0 @@
-"""Which releases the package was run on, and what came of it."""
