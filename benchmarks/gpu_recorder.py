@@ -9,7 +9,6 @@ file, with ``GPU_CHUNKS`` one a prefill chunk.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -19,22 +18,10 @@ from typing import Any
 
 import wrapt
 
+from benchmarks.loop_probe import Lines
 from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.hooks import gpu_engine
 from omlx_admission.surfaces.demo import launch
-
-
-class Lines:
-    """A file of JSON lines that any thread may add to."""
-
-    def __init__(self, path: str) -> None:
-        self._file = Path(path).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115
-        self._lock = threading.Lock()
-
-    def add(self, *values: Any) -> None:
-        """Write one line."""
-        with self._lock:
-            self._file.write(json.dumps(values) + "\n")
 
 
 def _recorded(

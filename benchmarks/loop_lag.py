@@ -1,6 +1,6 @@
 """Lag of the server's event loop: ``python -m benchmarks.loop_lag --omlx-src DIR``.
 
-A beat is due on the loop every 5 ms (`benchmarks.pulse`); how late it comes is what
+A beat is due on the loop every 5 ms (`benchmarks.loop_probe`); how late it comes is what
 every other request of the process waits beside its own work. One phase each for a quiet
 server, loads, and unloads: of an idle tiny model, of one in the middle of a prefill, and
 of one whose scheduler takes long to shut down, as a large cache does. Stock beside
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.arguments import checkout
-from benchmarks.watched import WatchedServer, histogram, spread
+from benchmarks.probed_server import ProbedServer, histogram, spread
 from benchmarks.worker import embed
 from omlx_admission import standin
 from omlx_admission.standin import tinymodels
@@ -53,7 +53,7 @@ class Phase:
 class Watch:
     """Runs steps against one server and files its beats under a phase."""
 
-    def __init__(self, server: WatchedServer) -> None:
+    def __init__(self, server: ProbedServer) -> None:
         self._server = server
         self.phases: dict[str, Phase] = {}
 
@@ -77,7 +77,7 @@ class Watch:
             seconds.append(sum(on_loop))
 
 
-async def scenario(server: WatchedServer, rounds: int) -> dict[str, Phase]:
+async def scenario(server: ProbedServer, rounds: int) -> dict[str, Phase]:
     """Every phase ``rounds`` times, after one round that nothing is taken from."""
     client = Client(server.url)
     watch = Watch(server)
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found: dict[str, dict[str, Phase]] = {}
         for name in ("stock", "patched"):
             if options.only in (None, name):
-                with WatchedServer(
+                with ProbedServer(
                     made,
                     Path(folder) / name,
                     patched=name == "patched",
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     if options.omlx_src != standin.PATH
                     else [],
                     memory_gb=None,
-                    pulse={"flush_s": {"flush": FLUSH_S}},
+                    probe={"flush_s": {"flush": FLUSH_S}},
                 ) as server:
                     found[name] = asyncio.run(scenario(server, options.rounds))
     print(

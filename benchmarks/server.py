@@ -10,12 +10,13 @@ import argparse
 import asyncio
 import re
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.arguments import checkout
+from benchmarks.table import Row, render
 from omlx_admission import standin
 from omlx_admission.standin import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
@@ -23,15 +24,6 @@ from omlx_admission.surfaces.demo.server import Server
 
 #: Requests to the resident model per phase.
 _REQUESTS = 20
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure of one server."""
-
-    what: str
-    server: str
-    value: str
 
 
 def models(root: Path) -> Path:
@@ -110,61 +102,41 @@ def swap_behind_a_stream(server: Server) -> list[tuple[str, str]]:
     ]
 
 
-def never_fits(server: Server) -> list[tuple[str, str]]:
-    """A model larger than the ceiling, asked for while A is idle."""
-
-    async def scenario() -> tuple[list[Answer], list[str]]:
-        client = Client(server.url)
-        await client.chat("a")
-        answers = [await client.chat("x") for _ in range(5)]
-        return answers, (await client.get("/api/status"))[1]["loaded_models"]
-
-    answers, loaded = asyncio.run(scenario())
-    worst = max(a.seconds for a in answers) * 1e3
-    kept = "A stays" if "a" in loaded else "A was evicted"
-    return [("never fits", f"{answers[0].status} in at most {worst:.0f} ms, {kept}")]
-
-
-def measure(source: Path, python: str | None, root: Path) -> list[Row]:
+def measure(source: Path, python: str, root: Path) -> list[Row]:
     """All rows for stock and patched on one oMLX."""
-    rows = []
     made = models(root / "models")
-    for patched in (False, True):
-        name = "patched" if patched else "stock"
+    found: dict[str, dict[str, str]] = {}
+    for name in ("stock", "patched"):
 
-        def server(label: str, gb: float, load_s: float, patched: bool = patched) -> Server:
-            extra = {"python": python} if python else {}
+        def server(label: str, gb: float, load_s: float, name: str = name) -> Server:
             return Server(
                 made,
-                root / f"{label}-{patched}",
-                patched=patched,
+                root / f"{label}-{name}",
+                patched=name == "patched",
                 source=source,
+                python=python,
                 plan={"load_s": load_s},
                 memory_gb=gb,
-                **extra,
             )
 
-        found: list[tuple[str, str]] = []
         with server("both", 6.0, 5.0) as running:
-            found += resident_beside_a_load(running, 5.0)
+            figures = resident_beside_a_load(running, 5.0)
         with server("one", 2.7, 1.0) as running:
-            found += swap_behind_a_stream(running)
-            found += never_fits(running)
-        rows += [Row(what, name, value) for what, value in found]
-    return rows
+            figures += swap_behind_a_stream(running)
+        for what, value in figures:
+            found.setdefault(what, {})[name] = value
+    return [Row(what, values, source.name) for what, values in found.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description=__doc__)
     parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
-    parser.add_argument("--omlx-python", default=None, metavar="PATH")
+    parser.add_argument("--omlx-python", default=sys.executable, metavar="PATH")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(arguments.omlx_src, arguments.omlx_python, Path(folder))
-    width = max(len(row.what) for row in rows)
-    for row in sorted(rows, key=lambda r: (r.what, r.server), reverse=True):
-        print(f"{row.what:<{width}}  {row.server:<8}  {row.value}")
+    print(render(rows))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.arguments import checkout
-from benchmarks.watched import WatchedServer, histogram, spread
+from benchmarks.probed_server import ProbedServer, histogram, spread
 from omlx_admission import standin
 from omlx_admission.standin import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, variables in SERVERS.items():
             if options.only not in (None, name):
                 continue
-            with WatchedServer(
+            with ProbedServer(
                 made,
                 Path(folder) / name.replace(" ", "-"),
                 patched=variables is not None,
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 python=options.omlx_python,
                 environment=variables or {},
                 memory_gb=None,
-                pulse={"load_s": {"b": options.load_s}},
+                probe={"load_s": {"b": options.load_s}},
             ) as server:
                 found = asyncio.run(scenario(server.url, options.load_s, options.count))
             for kind, (quiet, beside) in found.items():

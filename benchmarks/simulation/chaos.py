@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.simulation.parts import Broken, Mark, Request
+from benchmarks.simulation.sim_types import Broken, Mark, Request
 from benchmarks.simulation.simulator import Job, Simulator, Spec
 from omlx_admission.core.policy.admission import AdmissionPolicy
 from omlx_admission.core.policy.estimates import Dials

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.simulation.parts import Broken, Mark
+from benchmarks.simulation.sim_types import Broken, Mark
 from omlx_admission.core.policy.model import Swap, Target
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.simulation.parts import Request
+from benchmarks.simulation.sim_types import Request
 from benchmarks.simulation.simulator import Job, Simulator
 from benchmarks.simulation.traces import SIZE, make, service
 from omlx_admission.core.policy.admission import AdmissionPolicy

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from benchmarks.simulation.parts import LoadJob, Model, Policy, Request
+from benchmarks.simulation.sim_types import LoadJob, Model, Request
 from benchmarks.simulation.world import World
+from omlx_admission.core.policy.admission import AdmissionPolicy
 from omlx_admission.core.policy.model import Outcome, Target
 
 #: As in the runtime: how often it looks again while anybody waits, in seconds.
@@ -55,7 +56,7 @@ class Simulator:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: AdmissionPolicy,
         specs: Iterable[Spec],
         ceiling: int,
         seed: int = 0,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.simulation.parts import Policy, Request
+from benchmarks.simulation.sim_types import Request
 from benchmarks.simulation.simulator import Job, Simulator, Spec
 from omlx_admission.core.policy.admission import AdmissionPolicy
 from omlx_admission.core.policy.model import places_for
@@ -55,11 +55,10 @@ class Result:
 
 
 def make(
-    policy: Policy, models: str, *, seed: int, swap_s: float = 10.0, slots: int = 8
+    policy: AdmissionPolicy, models: str, *, seed: int, swap_s: float = 10.0, slots: int = 8
 ) -> Simulator:
     """A world with room for one of ``models`` (one letter each)."""
-    # What the peers hand over is not paced.
-    places = places_for(slots) if isinstance(policy, AdmissionPolicy) else None
+    places = places_for(slots)
     specs = [
         Spec(m, SIZE, load_s=swap_s - _UNLOAD_S, slots=slots, places=places) for m in models
     ]
@@ -84,7 +83,9 @@ def service(r: random.Random, mean: float, sigma: float = _SIGMA) -> float:
     return min(_LONGEST_S, r.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))
 
 
-def burst(policy: Policy, seed: int = 0, requests: int = 60, swap_s: float = 10.0) -> Result:
+def burst(
+    policy: AdmissionPolicy, seed: int = 0, requests: int = 60, swap_s: float = 10.0
+) -> Result:
     """ABCABC...: all at once, interleaved, 5 s each."""
     sim = make(policy, "ABC", seed=seed, swap_s=swap_s)
     for index in range(requests):
@@ -95,7 +96,7 @@ def burst(policy: Policy, seed: int = 0, requests: int = 60, swap_s: float = 10.
 
 
 def agents(
-    policy: Policy,
+    policy: AdmissionPolicy,
     seed: int = 0,
     *,
     models: str = "ABC",
@@ -140,7 +141,7 @@ def serial_s(
 
 
 def open_arrivals(
-    policy: Policy,
+    policy: AdmissionPolicy,
     rates: Mapping[str, float],
     seed: int = 0,
     *,
@@ -168,7 +169,7 @@ def open_arrivals(
 
 
 def overlap(
-    policy: Policy,
+    policy: AdmissionPolicy,
     seed: int = 0,
     *,
     horizon_s: float = 3600.0,

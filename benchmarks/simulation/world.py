@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.simulation.contract import Contract
-from benchmarks.simulation.parts import (
+from benchmarks.simulation.sim_types import (
     Broken,
     Counts,
     LoadJob,
     Mark,
     Model,
-    Policy,
     Request,
 )
+from omlx_admission.core.policy.admission import AdmissionPolicy
 from omlx_admission.core.policy.model import (
     Action,
     CancelLoad,
@@ -56,7 +56,7 @@ class World:
         strict: check the contract after every event.
     """
 
-    policy: Policy
+    policy: AdmissionPolicy
     models: dict[str, Model]
     ceiling: int = 0
     max_models: int = 0

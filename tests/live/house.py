@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.doors.routes import BROKEN, KEY, MEMORY_GB, Door, Reply, knock
+from benchmarks.routes_matrix.routes import BROKEN, KEY, MEMORY_GB, Reply, Route, ask
 from omlx_admission.surfaces.demo.client import LOCAL, Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 
@@ -94,8 +94,8 @@ class House:
     async def post(self, path: str, body: dict[str, Any]) -> Answer:
         return await Client(self.server.url).post(path, body, headers=_AUTH)
 
-    async def knock(self, door: Door, model: str, **options: Any) -> Reply:
-        return await knock(self.server.url, door, model, **options)
+    async def ask(self, route: Route, model: str, **options: Any) -> Reply:
+        return await ask(self.server.url, route, model, **options)
 
     async def loaded(self) -> list[str]:
         """Models in memory, by name."""

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from benchmarks.watched import WatchedServer
+from benchmarks.probed_server import ProbedServer
 from omlx_admission.standin import tinymodels
 from omlx_admission.surfaces.demo.client import Client
 
@@ -16,14 +16,14 @@ from .conftest import Omlx
 def test_a_resident_answers_while_another_engine_closes(omlx: Omlx, tmp_path: Path) -> None:
     for seed, name in enumerate("as"):
         tinymodels.make_text_model(tmp_path / "models", name=name, seed=seed)
-    server = WatchedServer(
+    server = ProbedServer(
         tmp_path / "models",
         tmp_path / "base",
         patched=True,
         source=omlx.source,
         python=omlx.python or sys.executable,
         memory_gb=None,
-        pulse={"flush_s": {"s": 0.0}, "hold": str(tmp_path / "go")},
+        probe={"flush_s": {"s": 0.0}, "hold": str(tmp_path / "go")},
     )
 
     async def test() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.simulation.parts import Mark, Model, Request
+from benchmarks.simulation.sim_types import Mark, Model, Request
 from benchmarks.simulation.world import World
 from omlx_admission.core.policy.admission import AdmissionPolicy
 from omlx_admission.core.policy.estimates import Dials, Estimates

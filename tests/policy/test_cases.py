@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulation.parts import Broken, Mark, Request
+from benchmarks.simulation.sim_types import Broken, Mark, Request
 from benchmarks.simulation.simulator import Job, Simulator, Spec
 from omlx_admission.core.policy.admission import AdmissionPolicy
 from omlx_admission.core.policy.estimates import Dials

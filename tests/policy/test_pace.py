@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulation.parts import Mark, Model, Request
+from benchmarks.simulation.sim_types import Mark, Model, Request
 from benchmarks.simulation.traces import bound_s, overlap
 from benchmarks.simulation.world import World
 from omlx_admission.core.policy.admission import AdmissionPolicy

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from benchmarks.simulation.parts import Mark, Model, Request
+from benchmarks.simulation.sim_types import Mark, Model, Request
 from benchmarks.simulation.world import World
 from omlx_admission.core.policy.admission import AdmissionPolicy
 from omlx_admission.core.policy.estimates import Dials

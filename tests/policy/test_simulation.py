@@ -1,6 +1,6 @@
 """The policy in virtual time: faults at random, bounds, and few swaps.
 
-A short profile of what ``python -m benchmarks`` and ``python -m
+A short profile of what ``python -m benchmarks.compare`` and ``python -m
 benchmarks.simulation.chaos`` run at full length; the limits are the same.
 """
 
@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks.simulation import chaos
 from benchmarks.simulation.optimum import fewest_swaps
-from benchmarks.simulation.parts import Broken
 from benchmarks.simulation.policies import POLICIES
 from benchmarks.simulation.retry import expired, full_queue
+from benchmarks.simulation.sim_types import Broken
 from benchmarks.simulation.traces import (
     agents,
     bound_s,

@@ -1,4 +1,4 @@
-"""The outcomes: for each one a moment in a server's life, and every door tried in it."""
+"""The outcomes: for each one a moment in a server's life, and every route tried in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.doors.routes import COUNT, DOORS, KEY, Door, Reply, knock
+from benchmarks.routes_matrix.routes import COUNT, KEY, ROUTES, Reply, Route, ask
 from omlx_admission.surfaces.demo.client import Client
 from omlx_admission.surfaces.demo.server import Server
 
@@ -33,8 +33,8 @@ class Outcome:
         text: how the moment is made.
         status: what a patched server has to answer.
         code: machine-readable reason that a patched server has to give; None for none.
-        moment: tries every door.
-        but: kinds of doors, or doors, that cannot meet this outcome.
+        moment: tries every route.
+        but: kinds of routes, or routes, that cannot meet this outcome.
         waits: whether the model is not loaded, so that it is refused to a mere count.
         environment: variables of the server that it needs.
     """
@@ -49,15 +49,15 @@ class Outcome:
     waits: bool = False
 
     @property
-    def doors(self) -> list[Door]:
-        """The doors that can meet it."""
-        return [d for d in DOORS if d.kind not in self.but and d.name not in self.but]
+    def routes(self) -> list[Route]:
+        """The routes that can meet it."""
+        return [d for d in ROUTES if d.kind not in self.but and d.name not in self.but]
 
 
 async def _all(server: Server, suffix: str = "", **options: Any) -> Replies:
-    """Every door for its own kind of model, all at once."""
-    calls = [knock(server.url, door, door.kind + suffix, **options) for door in DOORS]
-    return dict(zip((d.name for d in DOORS), await asyncio.gather(*calls), strict=True))
+    """Every route for its own kind of model, all at once."""
+    calls = [ask(server.url, route, route.kind + suffix, **options) for route in ROUTES]
+    return dict(zip((d.name for d in ROUTES), await asyncio.gather(*calls), strict=True))
 
 
 @asynccontextmanager
@@ -76,11 +76,11 @@ async def _busy(server: Server) -> Any:
 
 async def served(server: Server) -> Replies:
     """One after the other on an idle server: whoever is loaded is idle and leaves."""
-    return {door.name: await knock(server.url, door, door.kind) for door in DOORS}
+    return {route.name: await ask(server.url, route, route.kind) for route in ROUTES}
 
 
 async def waited(server: Server) -> Replies:
-    """``busy`` streams for some seconds more; each door's model needs its room."""
+    """``busy`` streams for some seconds more; each route's model needs its room."""
     async with _busy(server) as stream:
         answers = asyncio.create_task(_all(server))
         await asyncio.sleep(3.0)
@@ -97,7 +97,7 @@ async def expired(server: Server) -> Replies:
 async def queue_full(server: Server) -> Replies:
     """The same, and the one place in the queue is taken."""
     async with _busy(server):
-        waiting = asyncio.create_task(knock(server.url, DOORS[0], "text"))
+        waiting = asyncio.create_task(ask(server.url, ROUTES[0], "text"))
         await asyncio.sleep(0.3)
         try:
             return await _all(server)
@@ -118,8 +118,8 @@ async def failed_load(server: Server) -> Replies:
 
 async def unknown_model(server: Server) -> Replies:
     """A name that nobody knows."""
-    calls = [knock(server.url, door, "nobody") for door in DOORS]
-    return dict(zip((d.name for d in DOORS), await asyncio.gather(*calls), strict=True))
+    calls = [ask(server.url, route, "nobody") for route in ROUTES]
+    return dict(zip((d.name for d in ROUTES), await asyncio.gather(*calls), strict=True))
 
 
 async def wrong_kind(server: Server) -> Replies:
@@ -129,12 +129,12 @@ async def wrong_kind(server: Server) -> Replies:
     """
     other = {"text": "embed", "embed": "text"}
     async with _busy(server):
-        doors = [door for door in DOORS if door.kind != "any"]
+        routes = [route for route in ROUTES if route.kind != "any"]
         calls = [
-            knock(server.url, door, other.get(door.kind, "text"), max_wait=_SHORT_S)
-            for door in doors
+            ask(server.url, route, other.get(route.kind, "text"), max_wait=_SHORT_S)
+            for route in routes
         ]
-        return dict(zip((d.name for d in doors), await asyncio.gather(*calls), strict=True))
+        return dict(zip((d.name for d in routes), await asyncio.gather(*calls), strict=True))
 
 
 async def shutting_down(server: Server) -> Replies:

@@ -1,4 +1,4 @@
-"""The doors: every route that may need a model, and a request to each."""
+"""Every route that may need a model, and a request to each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SOUND = ("sound.wav", b"RIFF" + bytes(64), "audio/wav")
 
 
 @dataclass(frozen=True)
-class Door:
+class Route:
     """One route with one kind of request.
 
     Attributes:
@@ -54,29 +54,29 @@ class Door:
         return path, {"json": {"model": model, **self.body}}
 
 
-def _both(path: str, body: dict[str, Any]) -> tuple[Door, Door]:
+def _both(path: str, body: dict[str, Any]) -> tuple[Route, Route]:
     return (
-        Door(path, path, "text", {**body, "stream": False}),
-        Door(f"{path}, stream", path, "text", {**body, "stream": True}),
+        Route(path, path, "text", {**body, "stream": False}),
+        Route(f"{path}, stream", path, "text", {**body, "stream": True}),
     )
 
 
 #: It asks for a model only to count, so none is moved for it.
 COUNT = "/v1/messages/count_tokens"
 
-DOORS: tuple[Door, ...] = (
+ROUTES: tuple[Route, ...] = (
     *_both("/v1/chat/completions", {"messages": _MESSAGES, "max_tokens": 4}),
     *_both("/v1/completions", {"prompt": "hello", "max_tokens": 4}),
     *_both("/v1/messages", {"messages": _MESSAGES, "max_tokens": 4}),
-    Door(COUNT, COUNT, "text", {"messages": _MESSAGES, "max_tokens": 4}),
+    Route(COUNT, COUNT, "text", {"messages": _MESSAGES, "max_tokens": 4}),
     *_both("/v1/responses", {"input": "hello", "max_output_tokens": 4}),
-    Door("/v1/embeddings", "/v1/embeddings", "embed", {"input": "hello"}),
-    Door("/v1/rerank", "/v1/rerank", "rerank", {"query": "a", "documents": ["a", "b"]}),
-    Door("/v1/audio/transcriptions", "/v1/audio/transcriptions", "stt", form=True),
-    Door("/v1/audio/speech", "/v1/audio/speech", "tts", {"input": "hello"}),
-    Door("/v1/audio/process", "/v1/audio/process", "sts", form=True),
-    Door("/v1/models/{id}/load", "/v1/models/{id}/load", "any"),
-    Door("/admin/api/models/{id}/load", "/admin/api/models/{id}/load", "any"),
+    Route("/v1/embeddings", "/v1/embeddings", "embed", {"input": "hello"}),
+    Route("/v1/rerank", "/v1/rerank", "rerank", {"query": "a", "documents": ["a", "b"]}),
+    Route("/v1/audio/transcriptions", "/v1/audio/transcriptions", "stt", form=True),
+    Route("/v1/audio/speech", "/v1/audio/speech", "tts", {"input": "hello"}),
+    Route("/v1/audio/process", "/v1/audio/process", "sts", form=True),
+    Route("/v1/models/{id}/load", "/v1/models/{id}/load", "any"),
+    Route("/admin/api/models/{id}/load", "/admin/api/models/{id}/load", "any"),
 )
 
 _AUDIO = ("stt", "tts", "sts")
@@ -118,11 +118,11 @@ class Reply:
     body: str
 
 
-async def knock(
-    url: str, door: Door, model: str, *, max_wait: float | None = None, timeout: float = 60.0
+async def ask(
+    url: str, route: Route, model: str, *, max_wait: float | None = None, timeout: float = 60.0
 ) -> Reply:
-    """One request to ``door``; never raises for an answer."""
-    path, arguments = door.request(model)
+    """One request to ``route``; never raises for an answer."""
+    path, arguments = route.request(model)
     arguments["headers"] = {"Authorization": f"Bearer {KEY}"}
     if max_wait is not None:
         arguments["headers"]["X-OMLX-Max-Wait"] = f"{max_wait:g}"

@@ -1,6 +1,6 @@
-"""Every route by every outcome: ``python -m benchmarks.doors [--omlx-src DIR]``.
+"""Every route by every outcome: ``python -m benchmarks.routes_matrix [--omlx-src DIR]``.
 
-Starts a stock and a patched server, makes the moments, asks at every door and prints
+Starts a stock and a patched server, makes the moments, asks at every route and prints
 what came back: status, headers that stock clients obey, shape and code of the body.
 1 where the patched server answered anything but what it should.
 """
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.arguments import checkout
-from benchmarks.doors.outcomes import OUTCOMES, Outcome
-from benchmarks.doors.routes import BROKEN, KEY, MEMORY_GB, Reply, make_models
-from benchmarks.doors.table import problems, render
+from benchmarks.routes_matrix.outcomes import OUTCOMES, Outcome
+from benchmarks.routes_matrix.routes import BROKEN, KEY, MEMORY_GB, Reply, make_models
+from benchmarks.routes_matrix.table import problems, render
 from omlx_admission import standin
 from omlx_admission.surfaces.demo.server import Server
 
@@ -26,10 +26,11 @@ _LOAD_S = 0.3
 
 _HEAD = """# What every route answers
 
-Written by `python -m benchmarks.doors --omlx-src DIR --omlx-python PYTHON --write FILE` from
-real requests to oMLX {version}, without and with this package, on tiny models. Transcription,
-speech and audio processing are the real routes and the real pool; their engines load nothing
-and answer something made up, because the tiny models are no speech models.
+Written by `python -m benchmarks.routes_matrix --omlx-src DIR --omlx-python PATH --write FILE`
+from real requests to oMLX {version}, without and with this package, on tiny models.
+Transcription, speech and audio processing are the real routes and the real pool; their
+engines load nothing and answer something made up, because the tiny models are no speech
+models.
 
 A cell has the status, the headers that stock clients obey, and the shape of an error's body
 with its type and its code. `detail` is the body of routes outside `/v1/`. Streams are refused
@@ -43,7 +44,7 @@ refused it gets an error frame with the reason, as in stock.
 def measure(
     source: Path, python: str | None, root: Path, outcomes: Sequence[Outcome]
 ) -> dict[str, dict[str, dict[str, Reply]]]:
-    """Outcome to ``stock`` or ``patched`` to door to reply.
+    """Outcome to ``stock`` or ``patched`` to route to reply.
 
     Outcomes that need the same variables meet the same server, one after the other.
     """
@@ -72,7 +73,7 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.doors", description=__doc__.split("\n\n")[0]
+        prog="python -m benchmarks.routes_matrix", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument("--omlx-src", type=checkout, default=standin.PATH, metavar="DIR")
     parser.add_argument("--omlx-python", default=None, metavar="PATH")

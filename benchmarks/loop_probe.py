@@ -1,11 +1,13 @@
-"""A server that writes down its loop's beat: ``python -m benchmarks.pulse PLAN serve ...``.
+"""A server that writes down its loop's beat.
+
+``python -m benchmarks.loop_probe PLAN serve ...``, as the demo's launcher is started.
 
 A beat is due on the server's own loop every 5 ms; how late it comes is the loop's lag.
-One JSON line a beat goes to the file named by ``PULSE``, beside one for every garbage
+One JSON line a beat goes to the file named by ``LOOP_PROBE``, beside one for every garbage
 collection and every teardown of an engine core, with the thread that it ran on. Times
 are seconds of the monotonic clock, which all processes of a machine share.
 
-``PULSE_PLAN`` is JSON: ``{"load_s": {"b": 5}, "flush_s": {"s": 2}}``. ``load_s`` is
+``LOOP_PROBE_PLAN`` is JSON: ``{"load_s": {"b": 5}, "flush_s": {"s": 2}}``. ``load_s`` is
 spent inside a model's load on the thread that loads it, as a real load's work is;
 ``flush_s`` inside its scheduler's shutdown on the engine's thread, as the flush of a
 large cache is. With ``"hold": "FILE"`` a flush lasts until that file is there instead,
@@ -125,13 +127,13 @@ def _slow(plan: dict[str, Any], lines: Lines | None) -> None:
 
 def main() -> None:
     """Entry point; see the module's text."""
-    path = os.environ.get("PULSE")
+    path = os.environ.get("LOOP_PROBE")
     lines = Lines(path) if path else None
     if lines is not None:
         _watch_loop(lines)
         _watch_gc(lines)
         _watch_close(lines)
-    _slow(json.loads(os.environ.get("PULSE_PLAN", "{}")), lines)
+    _slow(json.loads(os.environ.get("LOOP_PROBE_PLAN", "{}")), lines)
     launch.main()
 
 

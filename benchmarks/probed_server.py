@@ -15,30 +15,30 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @dataclass
-class WatchedServer(Server):
-    """Starts `benchmarks.pulse` instead of the demo's launcher.
+class ProbedServer(Server):
+    """Starts `benchmarks.loop_probe` instead of the demo's launcher.
 
     Attributes:
-        pulse: the plan; see `benchmarks.pulse`.
+        probe: the plan; see `benchmarks.loop_probe`.
     """
 
-    pulse: Mapping[str, object] = field(default_factory=dict)
+    probe: Mapping[str, object] = field(default_factory=dict)
 
     def _command(self) -> list[str]:
         command = super()._command()
-        command[2] = "benchmarks.pulse"
+        command[2] = "benchmarks.loop_probe"
         return command
 
     def _environment(self) -> dict[str, str]:
         variables = super()._environment()
         variables["PYTHONPATH"] += os.pathsep + str(_REPOSITORY)
-        variables["PULSE"] = str(self._lines)
-        variables["PULSE_PLAN"] = json.dumps(self.pulse)
+        variables["LOOP_PROBE"] = str(self._lines)
+        variables["LOOP_PROBE_PLAN"] = json.dumps(self.probe)
         return variables
 
     @property
     def _lines(self) -> Path:
-        return self.base.resolve() / "pulse"
+        return self.base.resolve() / "loop-probe"
 
     def lines(self, kind: str) -> list[list[float | str]]:
         """What was recorded of one kind so far: ``beat``, ``gc``, ``close`` or ``flush``."""

@@ -4,55 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
 
-from omlx_admission.core.policy.model import Action, Outcome, PoolView, Swap, Target, Waiter
+from omlx_admission.core.policy.model import Outcome, Target, Waiter
 
 
 class Broken(AssertionError):
     """The contract was violated; the text says which key."""
-
-
-class Policy(Protocol):
-    """What the world needs of a policy; ours and the ones it is compared with."""
-
-    gated: frozenset[str]
-    paced: frozenset[str]
-    swap: Swap | None
-    side: Swap | None
-    wake_at: float | None
-
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def active(self) -> bool: ...
-    @property
-    def targets(self) -> tuple[Target, ...]: ...
-    @property
-    def marked(self) -> frozenset[str]: ...
-    def head(self, target: Target) -> Waiter | None: ...
-    def estimate(self, target: Target, size: int, view: PoolView, now: float) -> float: ...
-    def enqueue(
-        self,
-        target: Target,
-        size: int,
-        now: float,
-        deadline: float,
-        context: object = None,
-        *,
-        since: float | None = None,
-    ) -> Waiter: ...
-    def leave(
-        self, waiter: Waiter, outcome: Outcome, now: float, back_in: float | None = None
-    ) -> bool: ...
-    def used(self, model: str, now: float) -> None: ...
-    def load_succeeded(
-        self, target: Target, now: float, places: int | None = None
-    ) -> tuple[Waiter, ...]: ...
-    def load_refused(self, target: Target, now: float) -> None: ...
-    def load_failed(self, target: Target) -> tuple[Waiter, ...]: ...
-    def shut_down(self) -> tuple[Waiter, ...]: ...
-    def step(self, view: PoolView, now: float) -> list[Action]: ...
 
 
 class Mark(enum.Enum):

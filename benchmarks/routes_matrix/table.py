@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Mapping
 
-from benchmarks.doors.outcomes import Outcome
-from benchmarks.doors.routes import COUNT, Reply
+from benchmarks.routes_matrix.outcomes import Outcome
+from benchmarks.routes_matrix.routes import COUNT, Reply
 
 #: Agents that read these words in an error take it for their own input being too long,
 #: and delete their history.
@@ -67,11 +67,11 @@ def _code(reply: Reply) -> object:
 def problems(outcome: Outcome, replies: Mapping[str, Reply]) -> list[str]:
     """What a patched server did not do as it should."""
     found = []
-    for door in outcome.doors:
-        reply = replies[door.name]
-        at = f"{outcome.name}: {door.name}: {cell(reply)}"
+    for route in outcome.routes:
+        reply = replies[route.name]
+        at = f"{outcome.name}: {route.name}: {cell(reply)}"
         status, code = outcome.status, outcome.code
-        if outcome.waits and door.name == COUNT:
+        if outcome.waits and route.name == COUNT:
             status, code = 503, "model_busy"
         if reply.status != status:
             found.append(at)
@@ -91,14 +91,14 @@ def problems(outcome: Outcome, replies: Mapping[str, Reply]) -> list[str]:
 
 
 def render(found: Found, outcomes: Mapping[str, Outcome]) -> str:
-    """One table an outcome: ``found`` is outcome to server to door to reply."""
+    """One table an outcome: ``found`` is outcome to server to route to reply."""
     parts = []
     for name, servers in found.items():
         outcome = outcomes[name]
         lines = ["| route | stock | patched |", "|---|---|---|"]
-        for door in outcome.doors:
-            stock, patched = (cell(servers[s].get(door.name)) for s in ("stock", "patched"))
-            lines.append(f"| `{door.name}` | {stock} | {patched} |")
+        for route in outcome.routes:
+            stock, patched = (cell(servers[s].get(route.name)) for s in ("stock", "patched"))
+            lines.append(f"| `{route.name}` | {stock} | {patched} |")
         heading = f"## {name[0].upper()}{name[1:]}\n\n{outcome.text[0].upper()}"
         parts.append(heading + outcome.text[1:] + ".\n\n" + "\n".join(lines))
     return "\n\n".join(parts)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.doors.outcomes import OUTCOMES
-from benchmarks.doors.routes import DOORS, KEY, Reply, make_models
-from benchmarks.doors.table import problems
+from benchmarks.routes_matrix.outcomes import OUTCOMES
+from benchmarks.routes_matrix.routes import KEY, ROUTES, Reply, make_models
+from benchmarks.routes_matrix.table import problems
 from omlx_admission.standin import tinymodels
 from omlx_admission.surfaces.demo.client import Answer
 from omlx_admission.surfaces.demo.server import Server
@@ -27,16 +27,16 @@ Open = Callable[..., House]
 #: Model and wait budget in, the error and the number of tries out.
 Call = Callable[[str, str | None], tuple[Any, int]]
 
-CHAT = DOORS[0]
-EMBED = next(door for door in DOORS if door.kind == "embed")
-LOAD = next(door for door in DOORS if door.path.startswith("/v1/models"))
+CHAT = ROUTES[0]
+EMBED = next(route for route in ROUTES if route.kind == "embed")
+LOAD = next(route for route in ROUTES if route.path.startswith("/v1/models"))
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Those of the table, and ``small`` and ``tiny`` that fit beside any, and ``nearly``
     that fits beside nothing at all."""
-    root = make_models(tmp_path_factory.mktemp("doors"))
+    root = make_models(tmp_path_factory.mktemp("routes"))
     tinymodels.make_text_model(root, name="small", counted_bytes=300_000_000)
     tinymodels.make_embedder(root, name="tiny", counted_bytes=100_000_000)
     tinymodels.make_text_model(root, name="nearly", counted_bytes=2_700_000_000)
@@ -63,11 +63,11 @@ def test_b11_residents_answer_while_another_model_loads(house: Open) -> None:
 
     async def scenario() -> tuple[list[Any], Answer]:
         await here.chat("small")
-        await here.knock(EMBED, "tiny")
+        await here.ask(EMBED, "tiny")
         load = asyncio.create_task(here.chat("any"))
         await here.said("swapping to 'any'")
         beside = [here.chat("small", tokens=4) for _ in range(5)]
-        vectors = [here.knock(EMBED, "tiny") for _ in range(5)]
+        vectors = [here.ask(EMBED, "tiny") for _ in range(5)]
         answers = await asyncio.gather(*beside, *vectors)
         # Order, not time: the load is still under way.
         assert "'any' resident" not in here.log
@@ -83,9 +83,9 @@ def test_b28_never_is_said_at_once_and_costs_nobody(house: Open) -> None:
     here = house("settings")
 
     async def scenario() -> tuple[list[Reply], list[str]]:
-        replies = [await here.knock(CHAT, "text-never"), await here.knock(CHAT, "nearly")]
-        assert (await here.knock(CHAT, "text")).status == 200
-        replies.append(await here.knock(CHAT, "text-never"))
+        replies = [await here.ask(CHAT, "text-never"), await here.ask(CHAT, "nearly")]
+        assert (await here.ask(CHAT, "text")).status == 200
+        replies.append(await here.ask(CHAT, "text-never"))
         return replies, await here.loaded()
 
     replies, loaded = asyncio.run(scenario())
@@ -101,14 +101,14 @@ def test_b29_a_full_queue_says_so_at_once_and_a_place_is_free_again(house: Open)
 
     async def scenario() -> tuple[list[Reply], Reply, list[Answer]]:
         stream = await here.busy()
-        first = asyncio.create_task(here.knock(CHAT, "text"))
+        first = asyncio.create_task(here.ask(CHAT, "text"))
         await here.said("waits for 'text'")
-        refused = [await here.knock(CHAT, "text") for _ in range(3)]
+        refused = [await here.ask(CHAT, "text") for _ in range(3)]
         # Who is loaded has no queue of ours.
         beside = [await here.chat("busy", tokens=2) for _ in range(2)]
         first.cancel()
         await here.said("for 'text' cancelled after")
-        again = asyncio.create_task(here.knock(CHAT, "text"))
+        again = asyncio.create_task(here.ask(CHAT, "text"))
         await here.said("waits for 'text'", 2)
         await here.hang_up(stream)
         return refused, await again, beside
@@ -165,7 +165,7 @@ def test_b32_who_sends_again_is_served_once_and_no_wait_is_no_wait(house: Open) 
             await here.said("for 'text' cancelled after", 5 * turn)
         last = asyncio.gather(*(here.chat("text") for _ in range(5)))
         await here.said("waits for 'text'", 20)
-        at_once = await here.knock(CHAT, "any", max_wait=0)
+        at_once = await here.ask(CHAT, "any", max_wait=0)
         loaded = await here.loaded()
         await here.hang_up(stream)
         return await last, at_once, loaded
@@ -187,8 +187,8 @@ def test_b46_an_unknown_name_gets_the_default_model_or_its_refusal(house: Open) 
 
     async def scenario() -> tuple[list[Reply], list[Answer]]:
         stream = await here.busy()
-        text = [door for door in DOORS if door.kind == "text"]
-        calls = [here.knock(door, "nobody", max_wait=0.3) for door in text]
+        text = [route for route in ROUTES if route.kind == "text"]
+        calls = [here.ask(route, "nobody", max_wait=0.3) for route in text]
         refused = list(await asyncio.gather(*calls))
         await here.hang_up(stream)
         turns: list[Answer] = []
@@ -213,10 +213,10 @@ def test_b50_a_failed_load_leaves_its_room_to_the_next(house: Open) -> None:
     here = house()
 
     async def scenario() -> list[Reply]:
-        fails = asyncio.create_task(here.knock(CHAT, "any-broken"))
+        fails = asyncio.create_task(here.ask(CHAT, "any-broken"))
         await here.said("swapping to 'any-broken'")
-        following = await here.knock(CHAT, "text")
-        return [await fails, await here.knock(CHAT, "any-broken"), following]
+        following = await here.ask(CHAT, "text")
+        return [await fails, await here.ask(CHAT, "any-broken"), following]
 
     first, again, following = asyncio.run(scenario())
     for reply in (first, again):
@@ -233,12 +233,12 @@ def test_b57_the_same_swap_however_the_model_was_loaded(house: Open) -> None:
     here = house("one model")
 
     async def scenario() -> list[Any]:
-        answers: list[Any] = [await here.knock(LOAD, "busy")]
-        answers.append(await here.knock(CHAT, "text"))
-        answers.append(await here.knock(CHAT, "small"))
+        answers: list[Any] = [await here.ask(LOAD, "busy")]
+        answers.append(await here.ask(CHAT, "text"))
+        answers.append(await here.ask(CHAT, "small"))
         assert await here.loaded() == ["small"]
         stream = await here.busy()
-        waiting = asyncio.create_task(here.knock(LOAD, "small"))
+        waiting = asyncio.create_task(here.ask(LOAD, "small"))
         await here.said("waits for 'small'", 2)
         assert await here.loaded() == ["busy"]
         await here.hang_up(stream)
@@ -317,7 +317,7 @@ def stock_client(package: Any, here: House) -> Iterator[Call]:
 
 @pytest.mark.parametrize("kind", ["short queue", "plain"])
 def test_every_door_gives_the_right_answer(house: Open, kind: str) -> None:
-    """B01 B02 B27 B28 B29 B30 B50 B51 on 16 doors: what docs/outcomes.md says.
+    """B01 B02 B27 B28 B29 B30 B50 B51 on 16 routes: what docs/outcomes.md says.
 
     The last test: the last outcome is that the server ends.
     """
