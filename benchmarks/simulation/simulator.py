@@ -17,9 +17,6 @@ from benchmarks.simulation.world import World
 from omlx_admission.core.policy.admission import AdmissionPolicy
 from omlx_admission.core.policy.model import Outcome, Target
 
-#: As in the runtime: how often it looks again while anybody waits, in seconds.
-SAFETY_POLL_S = 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -65,7 +62,6 @@ class Simulator:
         max_queue: int = 100_000,
         never_refuse: bool = False,
         strict: bool = True,
-        polls: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.specs = {s.name: s for s in specs}
@@ -85,11 +81,9 @@ class Simulator:
         self.world.evicted = self._evicted
         self.world.on_cancel = self._cancel_load
         self.load_result: Callable[[str], str] = lambda _model: "ok"
-        self.load_seconds: Callable[[str], float] = lambda m: self.specs[m].load_s
         self.unload_seconds: Callable[[str], float] = lambda m: self.specs[m].unload_s
         self.events = 0
         self.last_done = 0.0
-        self._polls = polls
         self._heap: list[tuple[float, float, int, Callable[[], object]]] = []
         self._sequence = 0
         self._running: dict[str, int] = dict.fromkeys(self.specs, 0)
@@ -197,7 +191,7 @@ class Simulator:
             return
         if self.world.advance_load() == "loading":
             name = job.target.model
-            self.at(self.now + self.load_seconds(name), lambda: self._load_ended(job))
+            self.at(self.now + self.specs[name].load_s, lambda: self._load_ended(job))
 
     def _load_ended(self, job: object) -> None:
         current = self.world.job
@@ -249,9 +243,6 @@ class Simulator:
             # The load task runs in a later turn of the loop.
             self.at(self.now, self._advance_load)
         wake = world.policy.wake_at if world.policy.active and not world.closing else None
-        if self._polls and world.policy.active:
-            poll = self.now + SAFETY_POLL_S
-            wake = poll if wake is None else min(wake, poll)
         if wake != self._poll_at:
             self._poll_at = wake
             if wake is not None:
