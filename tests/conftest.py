@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -55,3 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
         for source in config.getoption(option):
             if not (Path(source) / "omlx" / "engine_pool.py").is_file():
                 raise pytest.UsageError(f"{option} {source}: no omlx/engine_pool.py in it")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there by now out of each later collection.
+
+    oMLX collects garbage several times at an unload, and pytest with all tests imported
+    has millions of objects that are none.
+    """
+    gc.collect()
+    gc.freeze()
