@@ -6,6 +6,7 @@ import gc
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import omlx_admission
@@ -16,6 +17,15 @@ _HERE = Path(__file__).resolve().parents[1]
 # The installed .pth line has run in this process too; here each test applies and
 # undoes the hooks itself.
 sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _startup.OmlxFinder)]
+
+# A busy machine is no failure, and the same tests are the same each time.
+hypothesis.settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -215,5 +215,5 @@ class Machine(RuleBasedStateMachine):
             self.patch.undo()
 
 
-Machine.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestMachine = Machine.TestCase

@@ -14,7 +14,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(ARRIVALS, st.sampled_from([0.0, 1.0, 2.5, 4.0, 7.0, 50.0]))
 def test_dynamic_programming_agrees_with_brute_force(
     arrivals: list[tuple[float, str]], delay: float
@@ -22,7 +22,7 @@ def test_dynamic_programming_agrees_with_brute_force(
     assert fewest_swaps(arrivals, delay) == fewest_swaps_by_force(arrivals, delay)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(ARRIVALS, st.data())
 def test_also_where_each_request_has_its_own_delay(
     arrivals: list[tuple[float, str]], data: st.DataObject

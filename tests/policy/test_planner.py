@@ -248,7 +248,7 @@ MODELS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(MODELS, st.integers(1, 120), st.sampled_from([0, 0, 1, 2, 3]))
 def test_a_plan_suffices_and_needs_each_of_its_victims(
     models: list[ModelView], size: int, max_models: int

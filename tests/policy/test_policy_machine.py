@@ -258,8 +258,6 @@ TestPolicyMachine = PolicyMachine.TestCase
 TestPolicyMachine.settings = settings(
     max_examples=400,
     stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=list(HealthCheck),
 )

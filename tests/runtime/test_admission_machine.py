@@ -216,7 +216,5 @@ TestQueue = Queue.TestCase
 TestQueue.settings = settings(
     max_examples=80,
     stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    suppress_health_check=[HealthCheck.filter_too_much],
 )
