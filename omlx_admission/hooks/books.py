@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from omlx_admission.hooks import holding
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks.pool_state import PoolState, state_of
 
 
 def note(
-    pool: Any,
+    state: PoolState,
     engine: Any,
     model: str,
     lease: bool,
@@ -28,8 +28,7 @@ def note(
 ) -> None:
     """Remember who was handed ``engine``."""
     if not holding.note(engine, model, lease, force_lm, settings) and lease:
-        unnamed = state_of(pool).unnamed
-        unnamed[model] = unnamed.get(model, 0) + 1
+        state.unnamed[model] = state.unnamed.get(model, 0) + 1
 
 
 def reference(engine: Any) -> Callable[[], Any]:

@@ -38,7 +38,10 @@ def lives(engine: Any) -> bool:
         return True
     if fields.get("_loaded") is False:
         return False
-    core = getattr(fields.get("_engine"), "engine", None)
+    running = fields.get("_engine")
+    if running is None:
+        return True
+    core = getattr(running, "engine", None)
     return core is None or runs(core)
 
 

@@ -8,6 +8,8 @@ wrapped after us, and peeling would remove its layer.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,8 +45,13 @@ class Ledger:
     _entries: list[_Entry] = field(default_factory=list)
     _undo_actions: list[Callable[[], None]] = field(default_factory=list)
 
-    def wrap(self, module: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    def wrap(
+        self, module: Any, name: str, wrapper: Callable[..., Any], seldom: bool = False
+    ) -> None:
         """Wrap ``module.name`` (dotted) with a wrapt wrapper and remember the original.
+
+        ``seldom``: it is a coroutine method, and ``wrapper`` mostly answers without it.
+        What lies below is then bound when it is called, not with every access.
 
         Raises:
             RuntimeError: this package has wrapped it already.
@@ -54,7 +61,13 @@ class Ledger:
         original = vars(parent).get(attribute, _MISSING)
         if getattr(original, "_self_wrapper", None) is wrapper:
             raise RuntimeError(f"{name} is wrapped already")
-        ours = wrapt.wrap_function_wrapper(module, name, wrapper)
+        if seldom:
+            ours = wrapt.FunctionWrapper(
+                _bound_when_called(inspect.getattr_static(parent, attribute)), wrapper
+            )
+            setattr(parent, attribute, ours)
+        else:
+            ours = wrapt.wrap_function_wrapper(module, name, wrapper)
         # Read it back: the object in the class dictionary is what undo compares with.
         ours = vars(parent).get(attribute, ours)
         self._entries.append(_Entry(parent, attribute, original, ours))
@@ -107,6 +120,16 @@ class Ledger:
                 "admission: %s stays wrapped by another tool, not undone", ", ".join(left)
             )
         return left
+
+
+def _bound_when_called(method: Any) -> Callable[..., Any]:
+    """``method`` as one function: to bind wrappers round wrappers binds each of them."""
+
+    @functools.wraps(method)
+    async def call(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return await method.__get__(instance, type(instance))(*args, **kwargs)
+
+    return call
 
 
 def _holder(module: Any, name: str) -> tuple[Any, str]:

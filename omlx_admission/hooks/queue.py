@@ -149,7 +149,7 @@ class QueueHooks:
         held = resident.held_engine(pool, state, model_id, force_lm, runtime_settings)
         if held is not None:
             # Only where the resident path is off.
-            resident.hand_out(pool, model_id, lease, force_lm, runtime_settings)
+            resident.hand_out(pool, state, model_id, lease, force_lm, runtime_settings)
             return held
         try:
             admission = state.admission or self._open(pool, state, wrapped)
@@ -183,7 +183,7 @@ class QueueHooks:
                 raise
         if ask is None:
             engine = await wrapped(*args, **kwargs)
-        books.note(pool, engine, model_id, lease, force_lm, runtime_settings)
+        books.note(state, engine, model_id, lease, force_lm, runtime_settings)
         if not lease:
             if ask is None:
                 resident.keep_unleased(pool, model_id)

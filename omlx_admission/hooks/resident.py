@@ -292,16 +292,20 @@ def release_name(module: Any) -> str:
 
 
 def hand_out(
-    pool: Any, model_id: str, lease: bool, force_lm: bool, settings: object | None
+    pool: Any,
+    state: PoolState,
+    model_id: str,
+    lease: bool,
+    force_lm: bool,
+    settings: object | None,
 ) -> None:
     """Book the hand-out of a ready engine, in the step that found it ready."""
     entry = pool._entries[model_id]
     entry.last_access = time.time()
-    state = state_of(pool)
     state.used[model_id] = time.monotonic()
     if state.admission is not None:
         state.admission.policy.first_use(model_id)
-    books.note(pool, entry.engine, model_id, lease, force_lm, settings)
+    books.note(state, entry.engine, model_id, lease, force_lm, settings)
     if lease:
         entry.in_use += 1
     else:
@@ -391,14 +395,14 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     if engine is None:
         engine = held_engine(pool, state, model_id, force_lm, runtime_settings)
     if engine is not None:
-        hand_out(pool, model_id, lease, force_lm, runtime_settings)
+        hand_out(pool, state, model_id, lease, force_lm, runtime_settings)
         return engine
     dead.bury(pool, model_id)
     engine = await wrapped(*args, **kwargs)
     if state.admission is None:
         # Loaded by stock itself, the queue is off: no await lies between its hand-out
         # and here.
-        books.note(pool, engine, model_id, lease, force_lm, runtime_settings)
+        books.note(state, engine, model_id, lease, force_lm, runtime_settings)
         if not lease:
             keep_unleased(pool, model_id)
     return engine
@@ -523,4 +527,4 @@ def _marks_end() -> None:
 
 def apply_outer(module: Any, ledger: Ledger) -> None:
     """Wrap ``get_engine`` outermost: a resident model meets nothing else on its way."""
-    ledger.wrap(module, "EnginePool.get_engine", get_engine)
+    ledger.wrap(module, "EnginePool.get_engine", get_engine, seldom=True)

@@ -83,6 +83,18 @@ def test_the_decision_leaves_garbage_collection_as_it_was(
     assert not any(during)
 
 
+def test_a_resident_model_binds_nothing_that_lies_below_its_wrapper(
+    pool_class: type,
+) -> None:
+    """Every wrapper that is bound to the pool costs a request as much as its checks do."""
+    import omlx.engine_pool
+
+    installer().on_import(omlx.engine_pool)
+    below = vars(pool_class)["get_engine"].__wrapped__
+    assert type(below) is types.FunctionType
+    assert hasattr(below.__wrapped__, "_self_wrapper"), "the queue lies below"
+
+
 def test_undo_puts_the_raw_originals_back(pool_class: type) -> None:
     import omlx.engine_pool
 
