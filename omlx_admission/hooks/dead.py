@@ -21,7 +21,7 @@ from typing import Any
 from omlx_admission.core import request as requests
 from omlx_admission.core.refusal import Refusal
 from omlx_admission.hooks import faults, holding
-from omlx_admission.hooks.engines import lives
+from omlx_admission.hooks.engines import ABORT, lives
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import pools, state_of
@@ -34,11 +34,12 @@ CORE = "omlx.engine_core"
 NEEDS = (
     Need(CORE, "EngineCore._engine_loop", Kind.ASYNC, ()),
     Need(CORE, "_engine_loop", Kind.USED),
-    Need(CORE, "EngineCore._running", Kind.VALUE, made_by=("False",), types=("bool",)),
+    Need(CORE, "EngineCore._running", Kind.VALUE, types=("bool",)),
     Need(CORE, "EngineCore._task", Kind.VALUE),
     Need(CORE, "EngineCore._closed", Kind.VALUE),
     Need(CORE, "AsyncEngineCore.engine", Kind.VALUE),
     Need("omlx.engine.batched", "BatchedEngine._engine", Kind.VALUE),
+    *ABORT,
 )
 
 _tasks: set[asyncio.Task[None]] = set()

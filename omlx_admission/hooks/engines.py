@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.gate import Kind, Need, read_if_there
 
 CORE = "omlx.engine_core"
 
 #: Missing ones say nothing against an engine: speech and embedders have no core.
 NEEDS = (
-    Need(CORE, "EngineCore._task", Kind.VALUE, made_by=("None",), optional=True),
-    Need(CORE, "EngineCore._closed", Kind.VALUE, made_by=("False",), optional=True),
+    Need(CORE, "EngineCore._task", Kind.VALUE, optional=True),
+    Need(CORE, "EngineCore._closed", Kind.VALUE, types=("bool",), optional=True),
     Need(CORE, "AsyncEngineCore.engine", Kind.VALUE, optional=True),
     *(
         Need(module, f"{name}.{field}", Kind.VALUE, optional=True)
@@ -24,6 +24,11 @@ NEEDS = (
         )
         for field in ("_engine", "_loaded")
     ),
+)
+#: What an engine can have that ends all of its requests; its parameters are looked at.
+ABORT = (
+    *read_if_there("omlx.engine.batched", "BatchedEngine", "abort_all_requests"),
+    *read_if_there("omlx.engine.vlm", "VLMBatchedEngine", "abort_all_requests"),
 )
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from omlx_admission.hooks.gate import Kind, Need
 
 MODULE = "omlx.exceptions"
 
 _POOL = ("EnginePoolError",)
-_TOLD = ("binding", "advice")
 
 
 def _kind(name: str, base: tuple[str, ...] = _POOL) -> Need:
@@ -42,9 +39,4 @@ RAISED = (
     _made("ModelLoadingError", "model_id", "message"),
     _made("ModelNotFoundError", "model_id", "available_models"),
     _made("ModelTooLargeError", "model_id", "model_size", "ceiling"),
-    # Releases whose pool can say what binds the ceiling have an error that takes it.
-    replace(
-        _made("ModelTooLargeError", "model_id", "model_size", "ceiling", "*", *_TOLD),
-        where="omlx.engine_pool:EnginePool._ceiling_binding_and_advice",
-    ),
 )

@@ -19,17 +19,29 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from omlx_admission.hooks.needs import Kind, Need
-from omlx_admission.hooks.source_jobs import jobs_problem
-from omlx_admission.hooks.source_names import names_read, owners, resolve
-from omlx_admission.hooks.source_search import Search
-from omlx_admission.hooks.source_shapes import holder_problem, shape_problem
+from omlx_admission.hooks import bodies
+from omlx_admission.hooks.moved import Search
+from omlx_admission.hooks.needs import Kind, Need, read_if_there
+from omlx_admission.hooks.source import Function, Module
 
-__all__ = ["SUPPORTED", "Found", "Kind", "Need", "NoOmlx", "Source", "find", "version_problem"]
+__all__ = [
+    "SUPPORTED",
+    "Found",
+    "Kind",
+    "Need",
+    "NoOmlx",
+    "Source",
+    "find",
+    "read_if_there",
+    "version_problem",
+]
 
 #: Releases whose code was read (0.5.0 to 0.6.3rc2) or whose text is known in
 #: part (0.7.x). Prereleases count: many people run them.
 SUPPORTED = SpecifierSet(">=0.5.0,<0.8")
+
+#: What stands in the way of a file's source.
+_UNREADABLE = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -74,11 +86,10 @@ def find(source: Path | None = None) -> Found:
 def _read_version(root: Path) -> str | None:
     """The release as ``_version.py`` gives it in plain text; None where it computes it."""
     try:
-        tree = parse((root / "_version.py").read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        node = Module((root / "_version.py").read_bytes()).node("__version__")
+    except _UNREADABLE:
         return None
-    meanings = resolve(tree, "__version__")
-    value = getattr(meanings[0], "value", None) if len(meanings) == 1 else None
+    value = getattr(node, "value", None)
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         return value.value
     return None
@@ -108,12 +119,11 @@ class Fit(enum.Enum):
 
 
 class Source:
-    """Parsed modules of one oMLX, each read once."""
+    """The modules of one oMLX, each read once."""
 
     def __init__(self, found: Found) -> None:
         self._found = found
-        self._trees: dict[str, ast.Module | str] = {}
-        self._read: dict[str, frozenset[str]] = {}
+        self._modules: dict[str, Module | str] = {}
         self._answers: dict[Need, str | None] = {}
         self._search = Search(found.root)
 
@@ -123,6 +133,32 @@ class Source:
         if need not in self._answers:
             self._answers[need] = self._judge(need)
         return self._answers[need]
+
+    def _judge(self, need: Need) -> str | None:
+        if need.optional and need.kind is Kind.NAME:
+            return None
+        module = self.module(need.module)
+        if isinstance(module, str):
+            return None if need.optional else module
+        problem = module.problem(need)
+        if problem is None and need.run and not self.was_run(str(need)):
+            return f"{need} has a body that was never run with this package"
+        return problem
+
+    def fingerprint(self, name: str) -> str | None:
+        """That of a function, ``module:name``; None where it is not surely one."""
+        place, _, function = name.partition(":")
+        module = self.module(place)
+        node = None if isinstance(module, str) else module.node(function)
+        return bodies.fingerprint(node) if isinstance(node, Function) else None
+
+    def was_run(self, name: str) -> bool:
+        """Whether the body of a function, ``module:name``, is one of the table's."""
+        return self.fingerprint(name) in bodies.known().get(name, {})
+
+    def never_run(self) -> list[str]:
+        """Functions of the table that this oMLX has with a body that was never run."""
+        return [n for n in bodies.known() if self.fingerprint(n) and not self.was_run(n)]
 
     def problems(self, needs: Iterable[Need]) -> list[str]:
         """All reasons in order, and where the name is now; empty when every need is met."""
@@ -144,93 +180,27 @@ class Source:
             return Fit.MOVED, problem + hint
         return Fit.MISSING if problem.endswith("is missing") else Fit.CHANGED, problem
 
-    def _hint(self, need: Need) -> str:
-        # Jobs are of the module that hands them over, not of the executor's.
-        if need.kind is Kind.JOBS:
-            return ""
-        return self._search.hint(need.module, need.name)
-
     def has(self, needs: Sequence[Need]) -> bool:
         """Whether all of ``needs`` are met; an empty sequence never is."""
         return bool(needs) and all(self.problem(need) is None for need in needs)
-
-    def _judge(self, need: Need) -> str | None:
-        if need.where and not self._is_there(need.where):
-            return None
-        tree = self._tree(need.module)
-        if isinstance(tree, str):
-            return None if need.optional else tree
-        if need.kind is Kind.USED:
-            return self._used_problem(need, tree)
-        if need.kind is Kind.JOBS:
-            return jobs_problem(need, tree)
-        meanings = resolve(tree, need.name)
-        if all(node is None for node in meanings):
-            return self._unseen(need, tree) if need.optional else self._missing(need, tree)
-        for owner in owners(tree, need.name):
-            problem = holder_problem(need, owner)
-            if problem is not None:
-                return problem
-        for node in meanings:
-            if node is None:
-                if not need.optional:
-                    return f"{need} is there only under a condition"
-                continue
-            problem = shape_problem(need, node)
-            if problem is not None:
-                return problem
-        return None
-
-    def _is_there(self, place: str) -> bool:
-        module, _, name = place.partition(":")
-        tree = self._tree(module)
-        return not isinstance(tree, str) and any(resolve(tree, name))
-
-    @staticmethod
-    def _unseen(need: Need, tree: ast.Module) -> str | None:
-        """Why an optional member that is not seen may be there all the same.
-
-        A class that is made elsewhere may have it, in whatever shape.
-        """
-        head, _, member = need.name.partition(".")
-        made = [node for node in resolve(tree, head) if node is not None]
-        if not member or not made:
-            return None
-        classes = [node for node in made if isinstance(node, ast.ClassDef)]
-        if classes:
-            problems = (holder_problem(need, node) for node in classes)
-            return next((text for text in problems if text is not None), None)
-        return f"{need}: {head} is not defined in {need.module}, so nobody can tell"
-
-    def _used_problem(self, need: Need, tree: ast.Module) -> str | None:
-        if need.module not in self._read:
-            self._read[need.module] = names_read(tree)
-        if need.name in self._read[need.module]:
-            return None
-        return f"{need.module} does not use {need.name}"
-
-    @staticmethod
-    def _missing(need: Need, tree: ast.Module) -> str:
-        head, _, rest = need.name.partition(".")
-        if rest and not any(isinstance(n, ast.ClassDef) for n in resolve(tree, head)):
-            return f"{need.module}:{head} is missing"
-        return f"{need} is missing"
 
     def read(self, module: str) -> bytes:
         """The source of a dotted module; raises OSError where there is none."""
         return self._found.module_path(module).read_bytes()
 
-    def _tree(self, module: str) -> ast.Module | str:
-        if module not in self._trees:
+    def module(self, name: str) -> Module | str:
+        """A dotted module, or why it cannot be read."""
+        if name not in self._modules:
             try:
-                self._trees[module] = parse(self.read(module))
+                self._modules[name] = Module(self.read(name))
             except OSError:
-                self._trees[module] = f"{module} is missing"
-            except (SyntaxError, ValueError, RecursionError, MemoryError):
-                self._trees[module] = f"{module} cannot be parsed"
-        return self._trees[module]
+                self._modules[name] = f"{name} is missing"
+            except _UNREADABLE:
+                self._modules[name] = f"{name} cannot be parsed"
+        return self._modules[name]
 
-
-def parse(source: bytes) -> ast.Module:
-    """The syntax tree of one file."""
-    return ast.parse(source)
+    def _hint(self, need: Need) -> str:
+        # Jobs are of the module that hands them over, not of the executor's.
+        if need.kind is Kind.JOBS:
+            return ""
+        return self._search.hint(need.module, need.name)

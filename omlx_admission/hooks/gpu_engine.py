@@ -15,7 +15,7 @@ from typing import Any
 from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.gpu.turn import TurnAbandoned
 from omlx_admission.hooks import gpu_hold
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.ledger import Ledger
 
 CORE = "omlx.engine_core"
@@ -28,12 +28,21 @@ FAIL_ALL = Need(SCHEDULER, "Scheduler.fail_all_requests", Kind.SYNC, ())
 VISION = Need(VLM, "VLMBatchedEngine._process_chat_messages", Kind.SYNC, optional=True)
 STOP = Need(CORE, "EngineCore.stop", Kind.ASYNC, ())
 CLOSE = Need(CORE, "EngineCore.close", Kind.SYNC, ())
-SCHEDULER_VALUE = Need(CORE, "EngineCore.scheduler", Kind.VALUE, made_by=("Scheduler",))
+SCHEDULER_VALUE = Need(CORE, "EngineCore.scheduler", Kind.VALUE, types=("Scheduler",))
 #: The engine's loop still goes through what is wrapped.
 CALLED = (
     Need(CORE, "_step_burst", Kind.USED),
     Need(CORE, "fail_all_requests", Kind.USED),
 )
+#: What an engine is called by in logs.
+NAMED = (
+    *read_if_there(CORE, "EngineCore", "_engine_id"),
+    *read_if_there(CORE, "EngineConfig", "model_name"),
+    *read_if_there(SCHEDULER, "SchedulerConfig", "model_name"),
+)
+
+#: Methods of later releases that work ahead on the engine's thread, if they are there.
+KEEP_WARM = ("_keepwarm", "_run_prompt_tail_prewarm")
 
 NEEDS = (
     STEP,
@@ -45,18 +54,17 @@ NEEDS = (
     Need(CORE, "EngineCore.config", Kind.VALUE),
     Need(CORE, "EngineCore._closed", Kind.VALUE),
     *CALLED,
-    Need(SCHEDULER, "Scheduler", Kind.CLASS, attachable=True),
-    Need(SCHEDULER, "Scheduler.running", Kind.VALUE, made_by=("dict", "OrderedDict")),
+    *NAMED,
+    *read_if_there(SCHEDULER, "Scheduler", "_vlm_mtp_active"),
+    *read_if_there(SCHEDULER, "SchedulerOutput", "has_work"),
+    Need(SCHEDULER, "Scheduler", Kind.CLASS),
+    Need(SCHEDULER, "Scheduler.running", Kind.VALUE, types=("dict[...]", "OrderedDict[...]")),
     Need(SCHEDULER, "Scheduler._stream", Kind.VALUE),
     Need(SCHEDULER, "Scheduler.has_requests", Kind.SYNC, (), returns=("bool",)),
     # Since 0.6.0 engines tell each other that they decode.
     Need(ACTIVITY, "get_decode_activity", Kind.SYNC, (), optional=True),
-    Need(
-        SCHEDULER,
-        "Scheduler._decode_activity_key",
-        Kind.VALUE,
-        where=f"{ACTIVITY}:get_decode_activity",
-    ),
+    *read_if_there(SCHEDULER, "Scheduler", "_decode_activity_key"),
+    *read_if_there(CORE, "EngineCore", *KEEP_WARM),
     Need(
         ACTIVITY,
         "DecodeActivityRegistry.publish",
@@ -65,9 +73,6 @@ NEEDS = (
         optional=True,
     ),
 )
-
-#: Methods of later releases that work ahead on the engine's thread, if they are there.
-KEEP_WARM = ("_keepwarm", "_run_prompt_tail_prewarm")
 
 _ATTRIBUTE = "_omlx_admission_gpu"
 
@@ -162,8 +167,9 @@ def _publish(scheduler: Any) -> None:
     theirs after 2.5 s and give up their short prefill chunks."""
     activity = sys.modules.get("omlx.decode_activity")
     running = len(scheduler.running)
-    if activity is not None and running:
-        activity.get_decode_activity().publish(scheduler._decode_activity_key, running)
+    key = getattr(scheduler, "_decode_activity_key", None)
+    if activity is not None and running and key is not None:
+        activity.get_decode_activity().publish(key, running)
 
 
 def fail_all(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:

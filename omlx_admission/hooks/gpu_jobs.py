@@ -21,7 +21,7 @@ from typing import Any
 from omlx_admission.core import load_work
 from omlx_admission.gpu.turn import TurnTimeout
 from omlx_admission.hooks import faults, gpu_hold
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.ledger import Ledger
 
 logger = logging.getLogger("omlx.admission")
@@ -55,6 +55,22 @@ MODEL_NEEDS = (
         for name in ("_get_jina_hidden_states", "_rerank_causal_lm")
     ),
     DFLASH_EVENTS,
+    # What a job is called by in logs.
+    *read_if_there(EMBEDDING, "MLXEmbeddingModel", "model_name"),
+    *read_if_there(RERANKER, "MLXRerankerModel", "model_name", "model"),
+    *(
+        need
+        for module, name in (
+            (DFLASH, "DFlashEngine"),
+            ("omlx.engine.embedding", "EmbeddingEngine"),
+            ("omlx.engine.reranker", "RerankerEngine"),
+            ("omlx.engine.sts", "STSEngine"),
+            ("omlx.engine.stt", "STTEngine"),
+            ("omlx.engine.tts", "TTSEngine"),
+            ("omlx.engine.vlm", "VLMBatchedEngine"),
+        )
+        for need in read_if_there(module, name, "_model_name")
+    ),
 )
 
 

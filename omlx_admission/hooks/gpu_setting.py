@@ -25,14 +25,13 @@ KEY = "serialize_engine_gpu"
 VARIABLE = "OMLX_SERIALIZE_ENGINE_GPU"
 
 NEEDS = (
-    Need(MODULE, "SchedulerSettings", Kind.CLASS, attachable=True),
+    Need(MODULE, "SchedulerSettings", Kind.CLASS),
     Need(
         MODULE,
         "SchedulerSettings.from_dict",
-        Kind.SYNC,
+        Kind.CLASS_METHOD,
         ("data",),
         returns=("SchedulerSettings", "Self"),
-        decorators=("classmethod",),
     ),
     Need(
         MODULE,

@@ -101,8 +101,7 @@ SITES: tuple[Site, ...] = (
         Need(
             gpu_engine.VLM,
             "VLMBatchedEngine._iter_diffusion_outputs_sync",
-            Kind.SYNC,
-            generator=True,
+            Kind.GENERATOR,
         ),
         replace(_jobs("vlm"), jobs=load_thread.KNOWN),
     ),

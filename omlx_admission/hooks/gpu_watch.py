@@ -22,7 +22,7 @@ from omlx_admission.gpu.exposure_recorder import ExposureRecorder
 from omlx_admission.gpu.policy.faults import GpuFault
 from omlx_admission.gpu.watch import GpuFaultError, watch
 from omlx_admission.hooks import faults, gpu_engine, gpu_jobs, gpu_native
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.ledger import Ledger
 
 SERVER = "omlx.server"
@@ -47,8 +47,12 @@ FAULT_NEEDS = (
     Need(gpu_engine.CORE, "EngineCore._reap_orphaned_collectors", Kind.SYNC, ("now",)),
     Need(gpu_engine.CORE, "_reap_orphaned_collectors", Kind.USED),
     Need(gpu_engine.SCHEDULER, "Scheduler.waiting", Kind.VALUE),
+    *read_if_there(gpu_engine.SCHEDULER, "Scheduler", "prefilling"),
     Need(
-        gpu_engine.SCHEDULER, "Scheduler.running", Kind.VALUE, made_by=("dict", "OrderedDict")
+        gpu_engine.SCHEDULER,
+        "Scheduler.running",
+        Kind.VALUE,
+        types=("dict[...]", "OrderedDict[...]"),
     ),
     Need(gpu_engine.SCHEDULER, "SchedulerOutput.outputs", Kind.VALUE),
     # How long the context of an engine's longest request is, and what one has failed of.
@@ -59,6 +63,9 @@ FAULT_NEEDS = (
 EXPOSURE_NEEDS = (
     *FAULT_NEEDS,
     Need(SERVER, "init_server", Kind.SYNC),
+    # Where the ledger is kept.
+    *read_if_there(SERVER, "ServerState", "global_settings"),
+    *read_if_there("omlx.settings", "GlobalSettings", "base_path"),
     Need(POOL, "EnginePool.shutdown", Kind.ASYNC),
     Need(MTP, "_reconcile_mtp_to_standard", Kind.SYNC, optional=True),
 )

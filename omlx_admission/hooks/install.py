@@ -17,7 +17,7 @@ from typing import Any
 import wrapt
 
 from omlx_admission import settings as settings_module
-from omlx_admission.hooks import gate, gpu_setting
+from omlx_admission.hooks import gate, gpu_setting, gpu_sites
 from omlx_admission.hooks.features import FEATURES, MODULES, PARTS, Feature, Part, Wanted
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.settings import Settings
@@ -58,6 +58,10 @@ class Report:
     verdicts: list[Verdict]
     settings: Settings
     setting_problems: list[str]
+    #: Where this oMLX submits GPU work. Found with the rest, from the sources that are
+    #: open then: a Python of 3.11 or 3.12 may fail to parse beside another thread that
+    #: parses, so nothing is parsed while a server works.
+    sites: list[gpu_sites.Site] = field(default_factory=list)
 
     def verdict(self, feature: str) -> Verdict:
         """The verdict on one feature by name."""
@@ -79,11 +83,12 @@ def decide(source: Path | None = None, settings: Settings | None = None) -> Repo
     with _no_collection():
         code = gate.Source(found)
         verdicts = [_verdict(f, settings, problem, code) for f in FEATURES]
+        sites = gpu_sites.present(code) if settings.enabled and problem is None else []
     states = {v.feature.name: v.state for v in verdicts}
     for verdict in verdicts:
         if verdict.state is State.READY:
             _judge_by_ground(verdict, states)
-    return Report(found, problem, verdicts, settings, problems)
+    return Report(found, problem, verdicts, settings, problems, sites)
 
 
 def _judge_by_ground(verdict: Verdict, states: dict[str, State]) -> None:

@@ -1,4 +1,9 @@
-"""What a hook states that it needs of oMLX's source."""
+"""A row of the register: one name of oMLX that a hook relies on, and what it has to be.
+
+Each hook states its rows; `hooks.features` collects them by feature, `hooks.gate` answers
+them from oMLX's source, `omlx-admission doctor --needs` shows them, and the contract suite
+holds them to the imported oMLX. There is no second list of such names.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,15 @@ class Kind(enum.Enum):
 
     SYNC = "function"
     ASYNC = "coroutine function"
+    GENERATOR = "generator function"
+    ASYNC_GENERATOR = "asynchronous generator function"
+    CLASS_METHOD = "class method"
+    #: A class that takes attributes which it does not define.
     CLASS = "class"
     VALUE = "module or class attribute"
-    #: Bound at the module's level by whatever means, imports included.
+    #: Bound by whatever means: an import, a property, a function.
     NAME = "name"
-    #: Read somewhere in the module: a wrapper is of no use where nobody calls it.
+    #: Read somewhere in the module: a wrapper is of no use where it is never called.
     USED = "name in use"
     #: A function that gives an executor, and what the module hands to it.
     JOBS = "executor's jobs"
@@ -34,19 +43,13 @@ class Need:
             they have defaults, because wrappers pass them through.
         returns: what the function may be annotated to return (any of these; ``X[...]`` is
             an X of anything); without an annotation it passes.
-        decorators: decorators that change nothing for the hook. Any other one may turn the
-            function into something else.
-        made_by: what the value of a VALUE may be made by: a callable as the source writes
-            it, ``dict`` for a display too, or a constant. Empty: whatever there is but None.
-        types: what a VALUE may be annotated as, like ``returns``.
+        types: what a VALUE may be, like ``returns``: its annotation says so, or without
+            one what it is made by. What neither says passes.
         bases: a CLASS has to have exactly these bases, by the last part of their names.
-        attachable: a CLASS has to allow attributes that it does not define.
-        awaits: a coroutine function awaits nothing but calls of functions with these names.
-        without: names that the function does not read, so that it does not call them.
         jobs: names of the functions that the module may hand to a JOBS executor.
-        generator: the function yields; without it, it must not.
+        run: the function's body has to be one that was run (`hooks.bodies`): the hook uses
+            it in a way that its signature says nothing about.
         optional: a release without the name is fine; one that has it has it in this shape.
-        where: asked only of a release that has this name, ``module:name``.
     """
 
     module: str
@@ -55,17 +58,16 @@ class Need:
     params: tuple[str, ...] | None = None
     exact: bool = False
     returns: tuple[str, ...] | None = None
-    decorators: tuple[str, ...] = ()
-    made_by: tuple[str, ...] | None = None
-    bases: tuple[str, ...] | None = None
-    attachable: bool = False
     types: tuple[str, ...] | None = None
-    awaits: tuple[str, ...] | None = None
-    without: tuple[str, ...] = ()
+    bases: tuple[str, ...] | None = None
     jobs: tuple[str, ...] = ()
-    generator: bool = False
+    run: bool = False
     optional: bool = False
-    where: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}"
+
+
+def read_if_there(module: str, owner: str, *names: str) -> tuple[Need, ...]:
+    """Rows of attributes that a hook reads only where they are, whatever they are."""
+    return tuple(Need(module, f"{owner}.{name}", Kind.NAME, optional=True) for name in names)

@@ -28,26 +28,11 @@ BATCHED = "omlx.engine.batched"
 VLM = gpu_engine.VLM
 CORE = gpu_engine.CORE
 
-#: What works, or means the same, on the event loop's own thread only.
-ON_THE_LOOP = (
-    "get_running_loop",
-    "get_event_loop",
-    "current_task",
-    "create_task",
-    "ensure_future",
-    "create_future",
-    "run_in_executor",
-    "call_soon",
-    "call_later",
-    "call_at",
-    "add_done_callback",
-)
-
 NEEDS = (
     gpu_engine.STOP,
     gpu_engine.CLOSE,
     # They are told by an attribute of ours that they are being stopped.
-    Need(CORE, "EngineCore", Kind.CLASS, attachable=True),
+    Need(CORE, "EngineCore", Kind.CLASS),
     Need(CORE, "EngineCore._closed", Kind.VALUE),
     Need(CORE, "EngineCore.add_request", Kind.ASYNC),
     Need(CORE, "AsyncEngineCore.engine", Kind.VALUE),
@@ -58,17 +43,9 @@ NEEDS = (
         for need in (
             Need(module, f"{name}.start", Kind.ASYNC, ()),
             # All that it awaits is the core's stop, which finds nothing to do the
-            # second time: what is left never gives the loop back.
-            Need(
-                module,
-                f"{name}.stop",
-                Kind.ASYNC,
-                (),
-                exact=True,
-                awaits=("stop",),
-                without=ON_THE_LOOP,
-            ),
-            Need(module, name, Kind.CLASS, attachable=True),
+            # second time: what is left never gives the loop back, nor asks for it.
+            Need(module, f"{name}.stop", Kind.ASYNC, (), exact=True, run=True),
+            Need(module, name, Kind.CLASS),
             Need(module, f"{name}._engine", Kind.VALUE),
             Need(module, f"{name}._loaded", Kind.VALUE),
         )

@@ -15,7 +15,19 @@ import time
 import weakref
 from typing import Any
 
+from omlx_admission.hooks.gate import read_if_there
+
 logger = logging.getLogger("omlx.admission")
+
+#: Without them an engine that calls itself active is believed, or looked at less closely.
+NEEDS = (
+    *read_if_there("omlx.engine.base", "BaseNonStreamingEngine", "_active_count"),
+    *read_if_there("omlx.engine.vlm", "VLMBatchedEngine", "is_diffusion_model"),
+    *read_if_there(
+        "omlx.scheduler", "Scheduler", "has_requests", "running", "waiting", "prefilling"
+    ),
+    *read_if_there("omlx.engine_core", "EngineCore", "scheduler"),
+)
 
 #: Seconds for which an engine is believed.
 AFTER_S = 5.0

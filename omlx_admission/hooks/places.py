@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from omlx_admission.core.policy.model import places_for
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState
 
@@ -21,6 +21,7 @@ SCHEDULER = "omlx.scheduler"
 NEEDS = (
     Need(SCHEDULER, "SchedulerConfig.max_num_seqs", Kind.VALUE, types=("int",), optional=True),
     Need(SCHEDULER, "Scheduler.config", Kind.VALUE, optional=True),
+    *read_if_there(SCHEDULER, "Scheduler", "_serialize_llama4_requests"),
 )
 
 #: Requests that a scheduler queues at least, and for each that it runs.

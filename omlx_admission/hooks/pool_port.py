@@ -25,7 +25,7 @@ from omlx_admission.core.refusal import Refusal
 from omlx_admission.hooks import books, dead, gpu_jobs, phantom, resident, stalled
 from omlx_admission.hooks import ceiling as ceilings
 from omlx_admission.hooks.engines import lives
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.places import most, places
 from omlx_admission.hooks.pool_state import (
     DRAIN_REASON,
@@ -37,7 +37,9 @@ from omlx_admission.hooks.pool_state import (
 #: What :meth:`OmlxPool.view` reads.
 VIEW_NEEDS = (
     *ceilings.NEEDS,
-    Need(resident.POOL, "EnginePool._current_model_memory", Kind.VALUE, made_by=()),
+    *phantom.NEEDS,
+    *read_if_there(resident.POOL, "EnginePool", "_load_seconds_per_gb_ema"),
+    Need(resident.POOL, "EnginePool._current_model_memory", Kind.VALUE),
     Need(resident.POOL, "EnginePool._current_ceiling", Kind.SYNC, (), returns=("int",)),
     Need(
         resident.POOL,

@@ -10,7 +10,7 @@ from omlx_admission.hooks.ledger import Ledger
 
 SERVER = "omlx.server"
 
-NEEDS = (Need(SERVER, "app", Kind.VALUE, made_by=()),)
+NEEDS = (Need(SERVER, "app", Kind.VALUE),)
 
 
 def apply(module: Any, ledger: Ledger) -> None:

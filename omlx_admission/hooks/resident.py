@@ -27,7 +27,7 @@ from omlx_admission.hooks import (
     unlocked,
 )
 from omlx_admission.hooks.engines import lives
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState, Verified, marked_by_us, state_of
 
@@ -64,21 +64,14 @@ RELEASE = (
     ),
 )
 #: What is kept per pool is attached to it.
-CLASS = Need(POOL, "EnginePool", Kind.CLASS, attachable=True)
-ENTRIES = Need(POOL, "EnginePool._entries", Kind.VALUE, made_by=("dict", "OrderedDict"))
-LOCK = Need(POOL, "EnginePool._lock", Kind.VALUE, made_by=("asyncio.Lock",))
+CLASS = Need(POOL, "EnginePool", Kind.CLASS)
+ENTRIES = Need(POOL, "EnginePool._entries", Kind.VALUE, types=("dict[...]", "OrderedDict[...]"))
+LOCK = Need(POOL, "EnginePool._lock", Kind.VALUE, types=("asyncio.Lock",))
 #: Wrappers meet a request only where the server asks the pool's own class.
 SERVED = (
     Need("omlx.server", "EnginePool", Kind.USED),
     Need("omlx.server", "get_engine", Kind.USED),
     Need("omlx.server", "release_engine", Kind.USED),
-    # Where it is there, a lease is given back by it.
-    Need(
-        POOL,
-        "_release_engine_lease",
-        Kind.USED,
-        where=f"{POOL}:EnginePool._release_engine_lease",
-    ),
     Need(POOL, "_load_engine", Kind.USED),
     Need(POOL, "_unload_engine", Kind.USED),
 )
@@ -90,7 +83,6 @@ def flag(name: str, optional: bool = False) -> Need:
         POOL,
         f"EngineEntry.{name}",
         Kind.VALUE,
-        made_by=("False",),
         types=("bool",),
         optional=optional,
     )
@@ -98,18 +90,17 @@ def flag(name: str, optional: bool = False) -> Need:
 
 ENTRY = (
     *(
-        Need(POOL, f"EngineEntry.{name}", Kind.VALUE, made_by=("None",))
+        Need(POOL, f"EngineEntry.{name}", Kind.VALUE)
         for name in ("engine", "runtime_settings_signature")
     ),
-    Need(POOL, "EngineEntry.last_access", Kind.VALUE, made_by=("0.0",), types=("float",)),
+    Need(POOL, "EngineEntry.last_access", Kind.VALUE, types=("float",)),
     flag("is_loading"),
     flag("is_pinned"),
-    Need(POOL, "EngineEntry.in_use", Kind.VALUE, made_by=("0",), types=("int",)),
+    Need(POOL, "EngineEntry.in_use", Kind.VALUE, types=("int",)),
     Need(
         POOL,
         "EngineEntry.pending_unload_reason",
         Kind.VALUE,
-        made_by=("None",),
         types=("str | None",),
     ),
 )
@@ -129,6 +120,11 @@ VALIDATE = Need(
 )
 #: Whoever frees memory by its own rules; None before a server has one.
 ENFORCER = Need(POOL, "EnginePool._process_memory_enforcer", Kind.VALUE)
+#: What tells the enforcer's own task, and a model's settings that may have changed.
+TOLD_BY = (
+    *read_if_there("omlx.process_memory_enforcer", "ProcessMemoryEnforcer", "_task"),
+    *read_if_there("omlx.model_settings", "ModelSettingsManager", "_settings"),
+)
 UNLOAD_PENDING = Need(
     POOL,
     "EnginePool._unload_pending_if_idle_locked",
@@ -150,6 +146,7 @@ NEEDS = (
     VALIDATE,
     *RELEASE,
     UNLOAD_PENDING,
+    *TOLD_BY,
     *holding.NEEDS,
     *engines.NEEDS,
     *unlocked.NEEDS,

@@ -31,9 +31,8 @@ NEEDS = (
     Need(
         SERVER,
         "_with_sse_keepalive",
-        Kind.ASYNC,
+        Kind.ASYNC_GENERATOR,
         ("generator", "http_request", "interval"),
-        generator=True,
     ),
 )
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 from omlx_admission.gpu.policy.exposure import Record
 from omlx_admission.gpu.watch import watch
-from omlx_admission.hooks import faults, gate, gpu_native, gpu_sites
+from omlx_admission.hooks import gpu_native
 from omlx_admission.observation.observe import Observer, Problem
 
 
@@ -23,15 +22,20 @@ def register(observer: Observer) -> list[Callable[[], None]]:
     if turn is not None and getattr(turn, "observer", turn) is None:  # oMLX's has none
         turn.observer = lambda span: observer.turn(span.name, span.asked, span.start, span.end)
     return [
-        observer.register_section("gpu_turn", turn_section, turn_problems, read_sites),
+        observer.register_section("gpu_turn", turn_section, turn_problems),
         observer.register_section("exposure", exposure.section, refresh=exposure.refresh),
     ]
 
 
 def turn_section() -> dict[str, Any]:
     """Who has the turn, who waits for it, and where it is held at all."""
+    # Imported here: it imports the register, which imports this.
+    from omlx_admission.hooks import install
+
     turn = gpu_native.current()
-    sites = [{"name": s.name, "covered": s.covered, "note": s.note} for s in _sites]
+    report = install.current()
+    found = [] if report is None else report.sites
+    sites = [{"name": s.name, "covered": s.covered, "note": s.note} for s in found]
     if turn is None:
         return {"on": False, "sites": sites}
     state = turn.snapshot()
@@ -80,26 +84,6 @@ def turn_problems() -> Iterable[Problem]:
             f"limit {turn.stuck_s:.0f} s",
             logged=bool(state.waiting),
         )
-
-
-#: Empty until the watching thread has read them.
-_sites: list[gpu_sites.Site] = []
-
-
-@cache
-def _find_sites() -> list[gpu_sites.Site]:
-    return gpu_sites.present(gate.Source(gate.find()))
-
-
-def read_sites() -> None:
-    """Find the sites of this oMLX, once; on the watching thread: its source takes a second.
-
-    Where they cannot be read, the list stays empty, and whatever else is refreshed goes on.
-    """
-    try:
-        _sites[:] = _find_sites()
-    except Exception as error:  # noqa: BLE001 - a list of names, and nothing depends on it
-        faults.note("the list of GPU sites", error)
 
 
 class Exposure:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omlx_admission.core.policy.estimates import Estimates
 from omlx_admission.hooks import faults, resident, surface_sections
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_port import VIEW_NEEDS, OmlxPool
 from omlx_admission.hooks.pool_state import state_of
@@ -21,16 +21,23 @@ from omlx_admission.observation.pool_snapshot import CacheBudget, Facts, Registe
 POOL = resident.POOL
 SERVER = "omlx.server"
 
+BUDGET = "omlx.cache.paged_ssd_cache"
+
 NEEDS = (
     resident.UNLOAD,
+    *read_if_there(POOL, "EnginePool", "_scheduler_config"),
+    *read_if_there(
+        "omlx.scheduler", "SchedulerConfig", "hot_cache_budget", "hot_cache_max_size"
+    ),
+    *read_if_there(BUDGET, "SharedHotCacheBudget", "max_bytes", "_total_bytes"),
     Need(POOL, "EnginePool._load_engine", Kind.ASYNC, ("model_id",), returns=("None",)),
     resident.CLASS,
     resident.ENTRIES,
     *VIEW_NEEDS,
     *resident.ENTRY,
-    Need(SERVER, "app", Kind.VALUE, made_by=()),
-    Need(SERVER, "security", Kind.VALUE, made_by=()),
-    Need(SERVER, "_server_state", Kind.VALUE, made_by=()),
+    Need(SERVER, "app", Kind.VALUE),
+    Need(SERVER, "security", Kind.VALUE),
+    Need(SERVER, "_server_state", Kind.VALUE),
     Need(SERVER, "ServerState.engine_pool", Kind.VALUE),
     Need(SERVER, "init_server", Kind.SYNC),
     Need(SERVER, "verify_api_key", Kind.ASYNC, ("request", "credentials"), exact=True),

@@ -34,7 +34,7 @@ from typing import Any
 from omlx_admission.core import request as requests
 from omlx_admission.core.queue import Admission
 from omlx_admission.core.quiesce import Ended, Leave
-from omlx_admission.hooks import faults, holding, resident, stalled, unload_modes
+from omlx_admission.hooks import engines, faults, holding, resident, stalled, unload_modes
 from omlx_admission.hooks import requests as requests_hook
 from omlx_admission.hooks.gate import Kind, Need
 from omlx_admission.hooks.ledger import Ledger
@@ -77,6 +77,7 @@ NEEDS = (
     ),
     Need(ADMIN, "_apply_model_dirs_runtime", Kind.ASYNC),
     Need(ADMIN, "_get_engine_pool", Kind.VALUE),
+    *engines.ABORT,
     *resident.ENTRY,
 )
 

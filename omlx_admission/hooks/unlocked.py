@@ -18,7 +18,7 @@ from typing import Any
 import wrapt
 
 from omlx_admission.hooks import faults
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.ledger import Ledger
 
 logger = logging.getLogger("omlx.admission")
@@ -40,7 +40,8 @@ NEEDS = (
         ("*", "exclude_model_id"),
         returns=("str | None",),
     ),
-    Need(POOL, "EnginePool._current_model_memory", Kind.VALUE, made_by=()),
+    Need(POOL, "EnginePool._current_model_memory", Kind.VALUE),
+    *read_if_there("omlx.scheduler", "PrefillEvictionRequest", "request_id"),
     # Not in 0.5.0.
     Need(
         POOL,

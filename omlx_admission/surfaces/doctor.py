@@ -10,8 +10,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from omlx_admission import __version__
-from omlx_admission.hooks import gate, gpu_sites
+from omlx_admission import __version__, standin
+from omlx_admission.hooks import gate
 from omlx_admission.hooks.install import Report, State, Verdict, decide
 from omlx_admission.surfaces.cli import CommandError
 
@@ -76,6 +76,7 @@ def switch_problem() -> str | None:
 
 def as_json(report: Report, switch: str | None) -> dict[str, Any]:
     """The report as plain data; the schema's version is its first key."""
+    source = gate.Source(report.found) if report.found else None
     return {
         "schema": 1,
         "omlx_admission": __version__,
@@ -99,23 +100,23 @@ def as_json(report: Report, switch: str | None) -> dict[str, Any]:
                 "reasons": v.reasons,
                 "needs": [
                     {"name": str(need), "kind": need.kind.value, "fit": fit, "reason": reason}
-                    for need, fit, reason in _fits(v, report)
+                    for need, fit, reason in _fits(v, source)
                 ],
             }
             for v in report.verdicts
         ],
+        "never_run": _never_run(report, source),
         "gpu_sites": [
             {"name": site.name, "covered": site.covered, "note": site.note}
-            for site in _sites(report)
+            for site in report.sites
         ],
     }
 
 
-def _fits(verdict: Verdict, report: Report) -> list[tuple[gate.Need, str, str]]:
+def _fits(verdict: Verdict, source: gate.Source | None) -> list[tuple[gate.Need, str, str]]:
     """Each name that a feature needs, with how it fares; nothing without an oMLX."""
-    if report.found is None:
+    if source is None:
         return []
-    source = gate.Source(report.found)
     found = []
     for need in verdict.feature.needs:
         fit, reason = source.fit(need)
@@ -123,17 +124,29 @@ def _fits(verdict: Verdict, report: Report) -> list[tuple[gate.Need, str, str]]:
     return found
 
 
-def _need_lines(verdict: Verdict, report: Report) -> list[str]:
+def _need_lines(verdict: Verdict, source: gate.Source | None) -> list[str]:
     lines = []
-    for need, fit, reason in _fits(verdict, report):
+    for need, fit, reason in _fits(verdict, source):
         kind = "in use" if need.kind is gate.Kind.USED else need.kind.value
         lines.append(f"{'':<15} {fit:<9} {reason or f'{need} ({kind})'}")
     return lines
 
 
-def _sites(report: Report) -> list[gpu_sites.Site]:
-    """Where this oMLX submits GPU work; nothing without an oMLX."""
-    return gpu_sites.present(gate.Source(report.found)) if report.found else []
+def _never_run(report: Report, source: gate.Source | None) -> list[str]:
+    """Functions that hooks rely on whose body no release had that was run.
+
+    Those of the stand-in are its own, and every test runs them.
+    """
+    if source is None or report.found is None or report.found.root.parent == standin.PATH:
+        return []
+    return source.never_run()
+
+
+def _never_run_lines(names: list[str]) -> list[str]:
+    if not names:
+        return []
+    lines = ["", "never run       bodies of this oMLX that no release had which was tried:"]
+    return lines + [f"  {name}" for name in names]
 
 
 def _site_lines(report: Report) -> list[str]:
@@ -141,7 +154,7 @@ def _site_lines(report: Report) -> list[str]:
     if state == State.NATIVE.value:
         return ["", "GPU turn        native: this oMLX takes it where it wants"]
     lines = ["", f"GPU turn        {state}; the places where oMLX submits GPU work:"]
-    for site in _sites(report):
+    for site in report.sites:
         mark = "covered" if site.covered else "not covered"
         lines.append(f"  {site.name:<24} {mark:<11}  {site.note}")
     return lines
@@ -161,15 +174,18 @@ def as_lines(report: Report, switch: str | None, needs: bool = False) -> list[st
         "",
     ]
     lines += [f"setting         {problem}" for problem in report.setting_problems]
+    source = gate.Source(report.found) if report.found else None
     for verdict in report.verdicts:
         lines.append(
             f"{verdict.feature.name:<15} {verdict.state.value:<9} {verdict.feature.summary}"
         )
-        rows = _need_lines(verdict, report) if needs else []
+        rows = _need_lines(verdict, source) if needs else []
         told = "\n".join(rows)
         if verdict.state is not State.READY:
             # A changed name tells its reason itself.
             reasons = [reason for reason in verdict.reasons if reason not in told]
             lines += [f"{'':<15} {'':<9} - {reason}" for reason in reasons]
         lines += rows
-    return lines if report.found is None else lines + _site_lines(report)
+    if report.found is None:
+        return lines
+    return lines + _never_run_lines(_never_run(report, source)) + _site_lines(report)

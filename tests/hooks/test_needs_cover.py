@@ -2,7 +2,9 @@
 
 A name that no need states is read on whatever oMLX there is: where it is gone, the hook
 fails at work, and not at the gate. The hooks' sources are read here, not run: what is
-read of an object is known by the name of the variable that holds it.
+read of an object is known by the name of the variable that holds it. What is read by
+``getattr`` or out of an object's ``__dict__``, whatever holds it and whether it may be
+missing or not, is known by the name that is read.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ OURS = {
     ("ledger.py", "module"),
     ("install.py", "module"),
     ("features.py", "module"),
-    ("source_search.py", "module"),
+    ("moved.py", "module"),
+    ("bodies.py", "module"),
     ("gate.py", "module"),
 }
 #: And such that hold something of oMLX in one file only.
@@ -157,6 +160,85 @@ def test_private_names_of_omlx_are_needed_whatever_holds_them(path: Path) -> Non
     assert found == set()
 
 
+#: Read by ``getattr`` of what is not oMLX's, and names that are computed: what they are.
+NOT_THEIRS = {
+    "ceiling.py:n": "the enforcer's ways to tell, which have rows",
+    "engines.py:done": "asyncio's, of a task",
+    "gpu_engine.py:name": "KEEP_WARM, which has rows",
+    "gpu_hold.py:current": "of a thread's own values",
+    "gpu_hold.py:generation_stream": "mlx-lm's and mlx-vlm's",
+    "gpu_hold.py:name": "kinds of MLX's errors, and items of any iterator",
+    "gpu_jobs.py:name": "a model's own methods, of the libraries for speech",
+    "gpu_jobs.py:submit": "Python's, of an executor",
+    "gpu_native.py:current": "of the change that brings the turn to oMLX",
+    "gpu_setting.py:KEY": "ours, put on oMLX's settings",
+    "gpu_watch.py:tokens": "mlx-lm's",
+    "holding.py:name": "methods of the pool that have rows",
+    "install.py:feature.field": "a setting of ours",
+    "install.py:obj": "Python's, of an AttributeError",
+    "ledger.py:entry.attribute": "what a row has named",
+    "ledger.py:attribute": "what a row has named",
+    "ledger.py:part": "what a row has named",
+    "resident.py:RELEASE_TASK": "which has a row",
+    "source.py:lineno": "of a syntax tree",
+    "source.py:module": "of a syntax tree",
+    "gate.py:value": "of a syntax tree",
+    "stream_hold.py:value": "of an enumeration",
+    "surface_sections.py:observer": "of the turn, ours or the change's",
+    "phantom.py:name": "queues of a scheduler, which have rows",
+}
+#: Attributes of ours on objects of oMLX.
+_MARK = ("_ATTRIBUTE", "_GONE", "_self_wrapper")
+
+
+def guarded(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, name) of all that one file reads by ``getattr``, or out of a ``__dict__``."""
+    tree = ast.parse(path.read_text("utf-8"))
+    held = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and _is_dict(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name: ast.expr | None = None
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            name = node.args[1]
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
+            holder = node.func.value
+            if _is_dict(holder) or (isinstance(holder, ast.Name) and holder.id in held):
+                name = node.args[0]
+        if name is not None:
+            read = str(name.value) if isinstance(name, ast.Constant) else ast.unparse(name)
+            if not read.startswith("__") and read not in _MARK:
+                yield node.lineno, read
+
+
+def _is_dict(node: ast.expr) -> bool:
+    return "__dict__" in ast.unparse(node) or (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "vars"
+    )
+
+
+def unstated(path: Path) -> set[str]:
+    members = {name.rpartition(".")[2] for name in NEEDED}
+    return {
+        f"{path.name}:{line}: {name}"
+        for line, name in guarded(path)
+        if name not in members and f"{path.name}:{name}" not in NOT_THEIRS
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_what_a_hook_may_find_missing_is_needed_too(path: Path) -> None:
+    assert unstated(path) == set()
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_what_a_hook_imports_from_omlx_is_needed(path: Path) -> None:
     needed = {(need.module, need.name.partition(".")[0]) for need in NEEDED.values()}
@@ -187,7 +269,27 @@ def test_a_read_that_nobody_states_is_found(tmp_path: Path) -> None:
     }
 
 
+def test_a_guarded_read_that_nobody_states_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "new.py"
+    path.write_text(
+        "def f(pool, entry, name):\n"
+        "    getattr(pool, '_lock', None), getattr(entry, 'hits', 0), hasattr(pool, '_third')\n"
+        "    vars(pool).get('_fourth'), getattr(pool, name, None)\n"
+        "    fields = getattr(pool, '__dict__', None)\n"
+        "    fields.get('_fifth'), {}.get('sixth')\n"
+    )
+    assert unstated(path) == {
+        "new.py:2: hits",
+        "new.py:2: _third",
+        "new.py:3: _fourth",
+        "new.py:3: name",
+        "new.py:5: _fifth",
+    }
+
+
 def test_the_list_of_exceptions_holds_nothing_else() -> None:
     """What is allowed for no reason any more goes."""
+    named = {f"{path.name}:{name}" for path in FILES for _, name in guarded(path)}
+    assert {place for place in NOT_THEIRS if place not in named} == set()
     seen = {f"{base}.{name}" for path in FILES for _, base, name, _ in reads(path)}
     assert {name for name in ALLOWED if name not in seen} == set()

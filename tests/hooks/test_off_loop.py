@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omlx_admission.gpu import turn as gpu_turn
-from omlx_admission.hooks import gate, off_loop
+from omlx_admission.hooks import off_loop
 
 from .conftest import run, until
 from .gpu_rig import Gate, Model, fake_scheduler, installed
@@ -375,33 +374,3 @@ def test_without_the_resident_path_stock_closes_on_the_loop(bench: Bench) -> Non
         assert bench.closed_on == ["MainThread"]
 
     run(test)
-
-
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        ("await self._engine.stop()\n        self._engine.engine.close()", None),
-        ("await asyncio.to_thread(self._engine.engine.close)", "awaits to_thread, expected"),
-        ("async with self._lock:\n            self._engine.close()", "a with statement"),
-        ("await self._done", "awaits _done"),
-        (
-            "asyncio.get_running_loop().call_soon(print)\n        await self._engine.stop()",
-            "uses call_soon",
-        ),
-        (
-            "task = asyncio.create_task(self._tidy())\n        await self._engine.stop()",
-            "uses create_task",
-        ),
-        ("asyncio.ensure_future(self._tidy())", "uses ensure_future"),
-    ],
-)
-def test_a_stop_that_awaits_more_is_left_alone(
-    tmp_path: Path, body: str, problem: str | None
-) -> None:
-    folder = tmp_path / "omlx" / "engine"
-    folder.mkdir(parents=True)
-    text = f"class BatchedEngine:\n    async def stop(self):\n        {body}\n"
-    (folder / "batched.py").write_text(text)
-    need = next(n for n in off_loop.NEEDS if n.name == "BatchedEngine.stop")
-    found = gate.Source(gate.Found(tmp_path / "omlx", "0.6.3")).problem(need)
-    assert found is None if problem is None else problem in (found or "")

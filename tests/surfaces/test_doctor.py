@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.mutations import suite
-from benchmarks.mutations.model import Mutation, none
 from omlx_admission import standin
 from omlx_admission.hooks import gate
 from omlx_admission.surfaces import cli
+from tests.hooks.drift import Edit, drifted
 
 Doctor = Callable[..., tuple[int, str]]
 
@@ -33,14 +33,10 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 @contextmanager
 def edited(name: str, *words: tuple[str, str], **files: str) -> Iterator[Path]:
     """The stand-in with words of one file replaced, and files added by their stems."""
-    root = standin.PATH / "omlx"
-    text = (root / f"{name}.py").read_text("utf-8")
-    for old, new in words:
-        assert old in text
-        text = text.replace(old, new)
-    made_of: dict[str, str | None] = {f"{stem}.py": code for stem, code in files.items()}
-    mutation = Mutation("edited", f"omlx.{name}", {f"{name}.py": text, **made_of}, none)
-    with suite.checkout(root) as made, made.changed(mutation) as source:
+    edits: list[Edit] = [(f"{name}.py", re.escape(old), new) for old, new in words]
+    edits += [(f"{stem}.py", "", None) for stem in files]
+    edits += [(f"{stem}.py", "", code) for stem, code in files.items()]
+    with drifted(standin.PATH / "omlx", *edits) as source:
         yield source
 
 

@@ -209,7 +209,6 @@ def test_the_real_sections_fit(mocker: Any) -> None:
     record = Record({cell: 5.0}, {cell: 1}, {(GpuFault.HANG, "a", cell): 2})
     recorder = SimpleNamespace(totals=lambda: record)
     mocker.patch.object(surface_sections.watch, "recorder", recorder)
-    mocker.patch.object(surface_sections, "_sites", [])
     sample = Sample()
     removals = surface_sections.register(sample.observer)
     turn.acquire("a", "decode").release()

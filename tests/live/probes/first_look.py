@@ -17,8 +17,6 @@ logging.disable(logging.CRITICAL)
 
 from omlx import server  # noqa: E402
 
-from omlx_admission.hooks import surface_sections  # noqa: E402
-
 PATHS = (
     "/admission",
     "/admission/status?timeline=1",
@@ -77,10 +75,6 @@ async def look():
         status, _ = await get(path)
         watched = None
         found[path] = {"status": status, "on the loop": list(seen)}
-    for _ in range(1200):
-        if surface_sections._sites:
-            break
-        await asyncio.sleep(0.05)
     _, body = await get("/admission/status")
     found["sites"] = len(json.loads(body)["gpu_turn"]["sites"])
     return found
