@@ -361,10 +361,8 @@ def _kind_problem(need: Need, node: ast.ClassDef) -> str | None:
 def _value_problem(need: Need, node: ast.Assign | ast.AnnAssign) -> str | None:
     if need.types is None:
         return None
-    annotation = getattr(node, "annotation", None)
-    type_ = None if annotation is None else ast.unparse(annotation)
-    if type_ in (None, "Any"):
-        type_ = _made(node.value)
+    written = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else "Any"
+    type_ = _made(node.value) if written == "Any" else written
     if type_ is None or is_one_of(type_, need.types):
         return None
     return f"{need} is of type {type_}, expected {' or '.join(need.types)}"
