@@ -19,7 +19,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Own:
+class HeldModels:
     """What the asking request holds itself.
 
     Attributes:
@@ -37,10 +37,10 @@ class Own:
 
 
 #: The usual case.
-NOTHING = Own()
+NO_MODELS = HeldModels()
 
 
-def clash(
+def conflicts_with_held(
     target: Target,
     size: int,
     view: PoolView,

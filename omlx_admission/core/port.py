@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .held_models import NOTHING, Own
+from .held_models import NO_MODELS, HeldModels
 from .policy.model import PoolView, Target
 from .refusal import Refusal
 
@@ -15,14 +15,14 @@ from .refusal import Refusal
 class Ask:
     """One call of ``get_engine``: what it wants and its arguments, passed on untouched.
 
-    ``own`` is what the request that asks holds already. An ask that is ``unpaced`` wants
+    ``held`` is what the request that asks holds already. An ask that is ``unpaced`` wants
     nothing of the engine that it would have to wait its turn for.
     """
 
     target: Target
     size: int
     arguments: dict[str, Any]
-    own: Own = NOTHING
+    held: HeldModels = NO_MODELS
     unpaced: bool = False
 
 
@@ -48,7 +48,7 @@ class PoolPort(Protocol):
     def give_back(self, model: str, engine: Any) -> None:
         """Give one lease on ``engine`` back; none, where the model has another by now."""
 
-    def in_service(self, model: str, engine: Any) -> bool:
+    def still_serving(self, model: str, engine: Any) -> bool:
         """Whether ``engine`` is still the model's engine and not being torn down."""
 
     def mark(self, model: str, target: Target) -> None:
@@ -60,7 +60,7 @@ class PoolPort(Protocol):
     async def load(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
         """Evict ``victims`` where needed and load. Raises the pool's own errors."""
 
-    def passes(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         """Whether a load error is a shortage that passes."""
 
     def copy_error(self, error: Exception) -> Exception:

@@ -17,7 +17,7 @@ from typing import Any
 from . import request as requests
 from .config import Config
 from .events import SILENT, Events
-from .held_models import Own, clash
+from .held_models import HeldModels, conflicts_with_held
 from .policy.admission import AdmissionPolicy
 from .policy.estimates import Dials
 from .policy.model import (
@@ -160,7 +160,7 @@ class Admission:
         budget = self._budget(request)
         try:
             engine, refused = self._at_the_door(ask, budget, request)
-            if engine is None and refused is None and ask.own:
+            if engine is None and refused is None and ask.held:
                 ask, refused = self._out_of_own_way(ask, request)
         except Exception as error:  # noqa: BLE001 - a fault of ours costs nobody a request
             self._break(error)
@@ -176,7 +176,7 @@ class Admission:
                 self._break(error)
                 raise QueueBroken from None
             engine = await self._wait(waiter)
-            if self.port.in_service(ask.target.model, engine):
+            if self.port.still_serving(ask.target.model, engine):
                 return engine
             # An unlocked unload overtook the grant: this engine is dying (B08).
             self._give_back(ask.target.model, engine)
@@ -244,7 +244,7 @@ class Admission:
             self._announce_refusal(ask, self._shutting_down(), 0.0, request)
             return None, self._refused(self._shutting_down(), request)
         # Whoever has the model already must not wait for its own end.
-        unpaced = ask.unpaced or target.model in ask.own.leased | ask.own.kept
+        unpaced = ask.unpaced or target.model in ask.held.leased | ask.held.kept
         full = self.policy.waiting >= self.config.max_queue
         if budget > 0 and not unpaced and not full:
             return None, None
@@ -297,7 +297,7 @@ class Admission:
             deadline,
             pending,
             since=enqueued,
-            keep=ask.own.leased | ask.own.kept,
+            keep=ask.held.leased | ask.held.kept,
             unpaced=ask.unpaced,
         )
 
@@ -305,7 +305,7 @@ class Admission:
         pending = _pending(waiter)
         ask, request = pending.ask, pending.request
         self._open[waiter] = None
-        if ask.own:
+        if ask.held:
             self._holders.add(waiter)
         queued = False
         watch: requests.Watch | None = None
@@ -400,16 +400,16 @@ class Admission:
         What is only kept for it is handed back instead: stock would have evicted it.
         """
         view = self.port.view((ask.target,), self.config.max_models)
-        leased, kept = ask.own.leased, ask.own.kept
-        if clash(ask.target, ask.size, view, leased):
+        leased, kept = ask.held.leased, ask.held.kept
+        if conflicts_with_held(ask.target, ask.size, view, leased):
             text = in_use_text(ask, view, leased)
             return ask, self._permanent(ask, view, text, request)
         if kept and (
-            clash(ask.target, ask.size, view, leased | kept)
-            or clash(ask.target, ask.size, view, leased | kept, too_large_now)
+            conflicts_with_held(ask.target, ask.size, view, leased | kept)
+            or conflicts_with_held(ask.target, ask.size, view, leased | kept, too_large_now)
         ):
-            ask.own.hand_back()
-            ask = replace(ask, own=Own(leased))
+            ask.held.hand_back()
+            ask = replace(ask, held=HeldModels(leased))
         return ask, None
 
     def _review_holder(self, waiter: Waiter, view: PoolView) -> None:
@@ -419,17 +419,17 @@ class Admission:
             return
         if swap is None or swap.loading or swap.target == waiter.target:
             return
-        own, leaving = pending.ask.own, frozenset(swap.victims)
-        if leaving & own.kept:
-            own.hand_back()
-            pending.ask = replace(pending.ask, own=Own(own.leased))
-            waiter.keep = own.leased
+        held, leaving = pending.ask.held, frozenset(swap.victims)
+        if leaving & held.kept:
+            held.hand_back()
+            pending.ask = replace(pending.ask, held=HeldModels(held.leased))
+            waiter.keep = held.leased
             self._again = True
-        if not leaving & own.leased:
+        if not leaving & held.leased:
             return
         waited = self.now() - waiter.enqueued
         refusal = self._refusal(pending.ask, "model_busy", view, waited, waiter)
-        text = leaves_text(pending.ask, leaving & own.leased, refusal.retry_after or 1)
+        text = leaves_text(pending.ask, leaving & held.leased, refusal.retry_after or 1)
         refusal = replace(refusal, message=text)
         if self.policy.leave(waiter, Outcome.REFUSED, self.now()):
             self._announce_refusal(pending.ask, refusal, waited, pending.request)
@@ -574,7 +574,7 @@ class Admission:
         task.add_done_callback(lambda done: self._forget_load(target, done))
 
     def _announce_swap(self, ask: Ask, victims: Sequence[str]) -> None:
-        for swap in (self.policy.swap, self.policy.side):
+        for swap in (self.policy.swap, self.policy.concurrent_load):
             if swap is not None and swap.target == ask.target:
                 self.events.swap_began(
                     ask.target.model,
@@ -614,7 +614,7 @@ class Admission:
                 self.step()
             raise
         except Exception as error:  # noqa: BLE001 - it is the waiters' answer
-            if self.port.passes(error):
+            if self.port.is_transient(error):
                 logger.debug("admission: no room yet for '%s': %s", target.model, error)
                 self.events.swap_ended(target.model, "no room")
                 self.policy.load_refused(target, self.now())

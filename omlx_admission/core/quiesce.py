@@ -1,6 +1,6 @@
 """Waiting for a model to come to rest, so that it can be unloaded by hand.
 
-Loop thread only. All who ask for the same unload share one :class:`Leave`; each
+Loop thread only. All who ask for the same unload share one :class:`Quiesce`; each
 waits in its own budget and leaves by itself.
 """
 
@@ -26,7 +26,7 @@ class Ended(enum.Enum):
     LEFT = "left"
 
 
-class Leave:
+class Quiesce:
     """A model that is to be unloaded once nothing of it runs.
 
     Attributes:
@@ -38,13 +38,13 @@ class Leave:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.askers = 0
+        self.waiters = 0
         self.drains = False
         self.tearing_down = False
         # In order: who asked first tears down.
         self._waiting: dict[asyncio.Future[None], None] = {}
 
-    def moved(self) -> None:
+    def notify(self) -> None:
         """Something of the model ended: look now."""
         for future in self._waiting:
             _wake(future)
@@ -63,7 +63,7 @@ class Leave:
         def client_left() -> None:
             nonlocal left
             left = True
-            self.moved()
+            self.notify()
 
         watch: requests.Watch | None = None
         try:

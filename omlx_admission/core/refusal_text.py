@@ -48,7 +48,7 @@ def _state(policy: AdmissionPolicy, view: PoolView, ask: Ask) -> str:
         return "is not loaded"
     if model not in policy.gated:
         return "is fully in use"
-    for swap in (policy.swap, policy.side):
+    for swap in (policy.swap, policy.concurrent_load):
         if swap is not None and model in swap.victims:
             return f"leaves for '{swap.target.model}'"
     return "leaves for another model"

@@ -106,7 +106,7 @@ class Hold:
         if ticket is not None:
             self._turn._release(ticket)
 
-    def breathe(self, drain: Callable[[], None]) -> None:
+    def yield_turn(self, drain: Callable[[], None]) -> None:
         """In the middle of long work: let others have their turn, then wait for it again.
 
         Does nothing where nobody waits, or where this hold lies inside another one.

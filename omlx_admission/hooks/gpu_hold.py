@@ -171,14 +171,14 @@ def held(
         return call()
 
 
-def breathe() -> None:
+def yield_turn() -> None:
     """Between two steps of long work: let those who wait have their turn first."""
     now: _Current | None = getattr(_local, "current", None)
     if now is not None:
-        now.hold.breathe(now.drain)
+        now.hold.yield_turn(now.drain)
 
 
-class Breathing:
+class YieldingIterator:
     """An iterator's items, with a pause for others before every one but the first."""
 
     def __init__(self, items: Any) -> None:
@@ -192,7 +192,7 @@ class Breathing:
         if self._iterator is None:
             self._iterator = iter(self._items)
         else:
-            breathe()
+            yield_turn()
         return next(self._iterator)
 
     def close(self) -> None:

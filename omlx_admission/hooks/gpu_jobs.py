@@ -335,7 +335,7 @@ def _items(method: Any) -> Any:
     @functools.wraps(method)
     def shadow(*args: Any, **kwargs: Any) -> Any:
         items = method(*args, **kwargs)
-        return gpu_hold.Breathing(items) if hasattr(items, "__iter__") else items
+        return gpu_hold.YieldingIterator(items) if hasattr(items, "__iter__") else items
 
     return shadow
 
@@ -343,7 +343,7 @@ def _items(method: Any) -> Any:
 def _step(method: Any) -> Any:
     @functools.wraps(method)
     def shadow(*args: Any, **kwargs: Any) -> Any:
-        gpu_hold.breathe()
+        gpu_hold.yield_turn()
         return method(*args, **kwargs)
 
     return shadow
@@ -373,7 +373,7 @@ def rerank(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
 
 def jina_forward(wrapped: Any, _model: Any, args: Any, kwargs: Any) -> Any:
     """One forward of a Jina reranker."""
-    gpu_hold.breathe()
+    gpu_hold.yield_turn()
     return wrapped(*args, **kwargs)
 
 
@@ -384,7 +384,7 @@ class _PausingModel:
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        gpu_hold.breathe()
+        gpu_hold.yield_turn()
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -407,13 +407,13 @@ def dflash_events(wrapped: Any, _engine: Any, args: Any, kwargs: Any) -> Any:
     """Each event of a DFlash generation is a step."""
     result = wrapped(*args, **kwargs)
     if isinstance(result, tuple) and result and hasattr(result[0], "__iter__"):
-        return (gpu_hold.Breathing(result[0]), *result[1:])
+        return (gpu_hold.YieldingIterator(result[0]), *result[1:])
     return result
 
 
 def diffusion_steps(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
     """Each denoising step that mlx-vlm reports is a step."""
-    return gpu_hold.Breathing(wrapped(*args, **kwargs))
+    return gpu_hold.YieldingIterator(wrapped(*args, **kwargs))
 
 
 def apply_core(module: Any, ledger: Ledger) -> None:

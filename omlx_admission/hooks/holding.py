@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omlx_admission.core import request as requests
-from omlx_admission.core.held_models import NOTHING, Own
+from omlx_admission.core.held_models import NO_MODELS, HeldModels
 from omlx_admission.hooks import faults
 from omlx_admission.hooks.engines import lives
 from omlx_admission.hooks.gate import Kind, Need
@@ -197,15 +197,15 @@ def leases(holding: Holding) -> int:
     return holding.leased + sum(1 for lease in holding.kept if lease)
 
 
-def own(model_id: str) -> Own:
+def own(model_id: str) -> HeldModels:
     """What the current request holds while it asks for ``model_id``, for the queue."""
     request = requests.current.get()
     if request is None or not request.handed:
-        return NOTHING
+        return NO_MODELS
     leased = frozenset(m for m, h in request.handed.items() if h.leased)
     kept = frozenset(m for m, h in request.handed.items() if h.kept) - leased
     if not leased and not kept:
-        return NOTHING
+        return NO_MODELS
 
     def hand_back() -> None:
         for model in kept:
@@ -213,7 +213,7 @@ def own(model_id: str) -> Own:
                 lease.let_go()
             request.handed[model].kept.clear()
 
-    return Own(leased, kept, hand_back)
+    return HeldModels(leased, kept, hand_back)
 
 
 #: Methods of the pool by which whoever calls them says that a model may go. Stock does

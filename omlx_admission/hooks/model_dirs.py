@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from omlx_admission.core import request as requests
-from omlx_admission.core.quiesce import Leave
+from omlx_admission.core.quiesce import Quiesce
 from omlx_admission.hooks import faults, unloads, unlocked
 from omlx_admission.hooks.ledger import Ledger
 from omlx_admission.hooks.pool_state import PoolState, state_of, unloading_models
@@ -77,7 +77,7 @@ async def _cleared(pool: Any, state: PoolState) -> AsyncIterator[None]:
                     locked = await pool._lock.acquire()
             # Stock sets the count to nothing, and joins only teardowns of what it finds
             # loaded.
-            await Leave(None).wait(lambda: not unloading_models(pool), deadline, None)
+            await Quiesce(None).wait(lambda: not unloading_models(pool), deadline, None)
         except Exception as error:  # noqa: BLE001 - stock does it in its own way
             faults.note("the change of model folders", error)
         yield
@@ -91,14 +91,16 @@ async def _clear(pool: Any, deadline: float) -> None:
 
     What is idle serves on until stock unloads it: that takes no time.
     """
-    await Leave(None).wait(
+    await Quiesce(None).wait(
         lambda: not any(e.is_loading for e in pool._entries.values()), deadline, None
     )
-    errands = [
-        e for m in pool.get_loaded_model_ids() if (e := unloads.errand_of(pool, m)) is not None
+    plans = [
+        e
+        for m in pool.get_loaded_model_ids()
+        if (e := unloads.plan_unload(pool, m)) is not None
     ]
     results = await asyncio.gather(
-        *(unloads.carry_out(e, partial(pool._unload_engine, e.model)) for e in errands),
+        *(unloads.run_unload(e, partial(pool._unload_engine, e.model)) for e in plans),
         return_exceptions=True,
     )
     for result in results:

@@ -76,7 +76,7 @@ def _begin_to_follow(pool: Any, model: str) -> None:
 
 async def _follow(pool: Any, port: OmlxPool, model: str) -> None:
     while _is_marked(pool, model):
-        if port.at_rest(model):
+        if port.is_quiescent(model):
             entry = pool._entries[model]
             if _pointless(pool, entry):
                 _withdraw(pool, model, entry)
@@ -91,7 +91,7 @@ async def _follow(pool: Any, port: OmlxPool, model: str) -> None:
 
 async def _unload_dead(pool: Any, port: OmlxPool, model: str) -> None:
     """Stock never calls an engine idle whose loop has died with requests in it."""
-    if _is_marked(pool, model) and port.at_rest(model):
+    if _is_marked(pool, model) and port.is_quiescent(model):
         await pool._unload_engine(model)
 
 

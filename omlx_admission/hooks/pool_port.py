@@ -225,7 +225,7 @@ class OmlxPool:
             known = self._extras[model] = (asked, extra)
         return known[1]
 
-    def hopeless(self, model_id: str) -> None:
+    def raise_if_unavailable(self, model_id: str) -> None:
         """Raise what stock would raise without looking at memory at all.
 
         Raises:
@@ -344,7 +344,7 @@ class OmlxPool:
         stalled.let_go(self._pool, model, entry)
         return bool(entry.is_loading) or is_busy(entry)
 
-    def at_rest(self, model: str) -> bool:
+    def is_quiescent(self, model: str) -> bool:
         """Whether nothing of a loaded model runs, its engine's own queues included."""
         if self.in_use(model):
             return False
@@ -397,7 +397,7 @@ class OmlxPool:
         """See :class:`~omlx_admission.core.port.PoolPort`."""
         books.give_back(self._pool, model, lambda: engine)
 
-    def in_service(self, model: str, engine: Any) -> bool:
+    def still_serving(self, model: str, engine: Any) -> bool:
         """See :class:`~omlx_admission.core.port.PoolPort`."""
         entry = self._pool._entries.get(model)
         return (
@@ -435,7 +435,7 @@ class OmlxPool:
         _load_at_hand.set(LoadAtHand(self, ask, asyncio.current_task()))
         await self._make_places(ask, victims, max_models)
         engine = await self._stock_get_engine(**ask.arguments)
-        if not self.in_service(model, engine):
+        if not self.still_serving(model, engine):
             dead.bury(self._pool, model)
             raise self._errors.ModelLoadingError(model, f"Model '{model}' is being unloaded")
         self._loaded_for[model] = (weakref.ref(engine), ask.target)
@@ -464,8 +464,8 @@ class OmlxPool:
             full = bool(max_models) and len(held) >= max_models and victim in held
             full = full and model not in view.helpers
             group, rival = view.exclusive.get(ask.target), view.models.get(victim)
-            clash = group is not None and rival is not None and rival.group == group
-            if victim == model or not (full or clash):
+            excludes = group is not None and rival is not None and rival.group == group
+            if victim == model or not (full or excludes):
                 continue
             async with pool._lock:
                 entry = pool._entries.get(victim)
@@ -475,7 +475,7 @@ class OmlxPool:
                     raise self._errors.ModelBusyError(victim, "make room")
                 await pool._unload_engine(victim)
 
-    def passes(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         """See :class:`~omlx_admission.core.port.PoolPort`."""
         errors = self._errors
         if isinstance(error, errors.ModelTooLargeError):

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from omlx_admission.core.queue import Admission
-from omlx_admission.core.quiesce import Leave
+from omlx_admission.core.quiesce import Quiesce
 
 _ATTRIBUTE = "_omlx_admission_state"
 
@@ -72,7 +72,7 @@ class PoolState:
         self.unloading: dict[str, asyncio.Event] = {}
         self.admission: Admission | None = None
         self.verified: dict[str, Verified] = {}
-        self.leaving: dict[str, Leave] = {}
+        self.leaving: dict[str, Quiesce] = {}
         self.dead: dict[str, float] = {}
         self.reloading: asyncio.Event | None = None
         self.unnamed: dict[str, int] = {}

@@ -225,7 +225,7 @@ class QueueHooks:
         """The question to the queue. Always with a lease: whoever wanted none gives it back
         where that cannot come between the hand-out and the first use. A text engine is
         leased by all that want it to generate: who does not want a lease needs no place."""
-        port.hopeless(model_id)
+        port.raise_if_unavailable(model_id)
         arguments: dict[str, Any] = {"model_id": model_id}
         if force_lm:
             arguments["force_lm"] = force_lm

@@ -339,9 +339,9 @@ def give_back(pool: Any, model_id: str, held: Callable[[], Any] | None) -> None:
         state.used[model_id] = time.monotonic()
     if entry.pending_unload_reason and not marked_by_us(entry):
         _unload_pending_soon(pool, model_id)
-    leave = state.leaving.get(model_id)
-    if leave is not None:
-        leave.moved()
+    quiesce = state.leaving.get(model_id)
+    if quiesce is not None:
+        quiesce.notify()
     admission = state.admission
     if admission is not None:
         admission.released(model_id)

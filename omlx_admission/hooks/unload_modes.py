@@ -80,7 +80,7 @@ def _in_the_way(pool: Any, model: str) -> str | None:
         return f"{waiting} request{'s wait' if waiting > 1 else ' waits'} for it"
     port = admission.port
     assert isinstance(port, OmlxPool)
-    if entry.engine is not None and not port.at_rest(model):
+    if entry.engine is not None and not port.is_quiescent(model):
         return f"it is in use ({entry.in_use} running)" if entry.in_use else "it is in use"
     return None
 

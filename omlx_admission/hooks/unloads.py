@@ -33,7 +33,7 @@ from typing import Any
 
 from omlx_admission.core import request as requests
 from omlx_admission.core.queue import Admission
-from omlx_admission.core.quiesce import Ended, Leave
+from omlx_admission.core.quiesce import Ended, Quiesce
 from omlx_admission.hooks import engines, faults, holding, resident, stalled, unload_modes
 from omlx_admission.hooks import requests as requests_hook
 from omlx_admission.hooks.gate import Kind, Need
@@ -87,11 +87,11 @@ _LEAVE_S = 1.0
 
 #: Seconds that the engine gets to put them away: they go at the end of the step that is
 #: under way. Then it is torn down, as stock does at once.
-_CUT_S = 10.0
+ABORT_GRACE_S = 10.0
 
 #: Set while the model folders change: every unload within has to happen.
 must_happen_now: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "omlx_admission_unloadmust_happen_now", default=False
+    "omlx_admission_unload_must_happen_now", default=False
 )
 
 _deadlines: weakref.WeakKeyDictionary[requests.Request, float] = weakref.WeakKeyDictionary()
@@ -103,7 +103,7 @@ _waited: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 
 @dataclass(slots=True)
-class Errand:
+class PlannedUnload:
     """One unload that was asked for by hand."""
 
     pool: Any
@@ -122,10 +122,10 @@ class Errand:
 
 async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     """Let a model that is in use come to rest before stock tears it down."""
-    errand = _errand(pool, args[0] if args else kwargs["model_id"])
-    if errand is None:
+    plan = _plan_logged(pool, args[0] if args else kwargs["model_id"])
+    if plan is None:
         return await wrapped(*args, **kwargs)
-    return await carry_out(errand, lambda: wrapped(*args, **kwargs))
+    return await run_unload(plan, lambda: wrapped(*args, **kwargs))
 
 
 async def request_unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
@@ -135,21 +135,21 @@ async def request_unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any
     another model may load for minutes, and the model is handed out (F2, C22).
     """
     model = args[0] if args else kwargs["model_id"]
-    errand = _errand(pool, model)
-    if errand is None:
+    plan = _plan_logged(pool, model)
+    if plan is None:
         return await wrapped(*args, **kwargs)
-    await carry_out(errand, lambda: pool._unload_engine(model))
+    await run_unload(plan, lambda: pool._unload_engine(model))
     return True
 
 
-def _errand(pool: Any, model: str) -> Errand | None:
-    """:func:`errand_of`; None too where that fails.
+def _plan_logged(pool: Any, model: str) -> PlannedUnload | None:
+    """:func:`plan_unload`; None too where that fails.
 
     Raises:
         Exception: our refusal (409) of an unload that was wanted only if the model is idle.
     """
     try:
-        return errand_of(pool, model)
+        return plan_unload(pool, model)
     except Exception as error:
         if unload_modes.is_refusal(error):
             raise
@@ -179,7 +179,7 @@ def get_entry(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     return entry
 
 
-def errand_of(pool: Any, model: str) -> Errand | None:
+def plan_unload(pool: Any, model: str) -> PlannedUnload | None:
     """What has to be done before stock may unload ``model``; None where it may at once.
 
     Raises:
@@ -211,7 +211,7 @@ def errand_of(pool: Any, model: str) -> Errand | None:
     ):
         # Whoever holds the lock has asked the same a step ago: a drain never waits in it.
         return None
-    return Errand(
+    return PlannedUnload(
         pool,
         admission,
         model,
@@ -229,32 +229,32 @@ def _deadline(request: requests.Request | None, admission: Admission) -> float:
     return deadline if request is None else _deadlines.setdefault(request, deadline)
 
 
-async def carry_out(errand: Errand, teardown: Callable[[], Awaitable[Any]]) -> Any:
-    leave = _join(errand)
-    leave.askers += 1
+async def run_unload(plan: PlannedUnload, teardown: Callable[[], Awaitable[Any]]) -> Any:
+    quiesce = _join(plan)
+    quiesce.waiters += 1
     try:
         try:
-            await _come_to_rest(errand, leave)
+            await _wait_until_idle(plan, quiesce)
         except Exception as error:
             if unload_modes.is_refusal(error):
                 raise
             faults.note("the unload by hand", error)
-        if _gone(errand):
+        if _engine_replaced(plan):
             return None
-        leave.tearing_down = True
+        quiesce.tearing_down = True
         token = _waited.set(True)
         try:
             return await teardown()
         finally:
             _waited.reset(token)
-            leave.tearing_down = False
+            quiesce.tearing_down = False
     finally:
-        leave.askers -= 1
-        if leave.askers == 0:
-            _withdraw(errand, leave)
+        quiesce.waiters -= 1
+        if quiesce.waiters == 0:
+            _withdraw(plan, quiesce)
 
 
-async def _come_to_rest(errand: Errand, leave: Leave) -> None:
+async def _wait_until_idle(plan: PlannedUnload, quiesce: Quiesce) -> None:
     """Return when the teardown may begin, in the very step.
 
     Raises:
@@ -262,25 +262,25 @@ async def _come_to_rest(errand: Errand, leave: Leave) -> None:
     """
 
     def may_go() -> bool:
-        return _may_go(errand, leave)
+        return _may_go(plan, quiesce)
 
     if may_go():
         return
-    if errand.now:
-        await _cut(errand, leave, may_go)
+    if plan.now:
+        await _cut(plan, quiesce, may_go)
         return
     # A deletion that stops half-way is worse than one that nobody waits for.
-    watched = None if errand.must_happen else errand.request
-    ended = await leave.wait(may_go, errand.deadline, watched)
-    if ended is Ended.EXPIRED and errand.must_happen:
-        await _cut(errand, leave, may_go)
+    watched = None if plan.must_happen else plan.request
+    ended = await quiesce.wait(may_go, plan.deadline, watched)
+    if ended is Ended.EXPIRED and plan.must_happen:
+        await _cut(plan, quiesce, may_go)
     elif ended is Ended.LEFT:
         raise unload_modes.client_left()
     elif ended is Ended.EXPIRED:
-        raise unload_modes.expired(errand.pool, errand.model, errand.request)
+        raise unload_modes.expired(plan.pool, plan.model, plan.request)
 
 
-async def _cut(errand: Errand, leave: Leave, may_go: Callable[[], bool]) -> None:
+async def _cut(plan: PlannedUnload, quiesce: Quiesce, may_go: Callable[[], bool]) -> None:
     """End what runs, and return when the engine has done with it.
 
     A client that does not read keeps its lease, and nothing of the engine runs for it.
@@ -288,84 +288,88 @@ async def _cut(errand: Errand, leave: Leave, may_go: Callable[[], bool]) -> None
     loop = asyncio.get_running_loop()
 
     def all_left() -> bool:
-        unload_modes.end_holders(errand.engine, errand.model, errand.request)
+        unload_modes.end_holders(plan.engine, plan.model, plan.request)
         return may_go()
 
-    await leave.wait(all_left, loop.time() + _LEAVE_S, None)
-    await unload_modes.abort(errand.engine, errand.model)
-    await leave.wait(may_go, loop.time() + _LEAVE_S, None)
-    await leave.wait(lambda: not _runs(errand, leave), loop.time() + _CUT_S, None)
+    await quiesce.wait(all_left, loop.time() + _LEAVE_S, None)
+    await unload_modes.abort(plan.engine, plan.model)
+    await quiesce.wait(may_go, loop.time() + _LEAVE_S, None)
+    await quiesce.wait(lambda: not _runs(plan, quiesce), loop.time() + ABORT_GRACE_S, None)
 
 
-def _runs(errand: Errand, leave: Leave) -> bool:
+def _runs(plan: PlannedUnload, quiesce: Quiesce) -> bool:
     """Whether the engine works, whoever has been handed it, or is being torn down."""
-    if leave.tearing_down or errand.model in unloading_models(errand.pool):
+    if quiesce.tearing_down or plan.model in unloading_models(plan.pool):
         return True
-    if _gone(errand):
+    if _engine_replaced(plan):
         return False
-    return stalled.works(errand.pool, errand.pool._entries[errand.model])
+    return stalled.works(plan.pool, plan.pool._entries[plan.model])
 
 
-def _gone(errand: Errand) -> bool:
-    entry = errand.pool._entries.get(errand.model)
-    return entry is None or entry.engine is not errand.engine
+def _engine_replaced(plan: PlannedUnload) -> bool:
+    entry = plan.pool._entries.get(plan.model)
+    return entry is None or entry.engine is not plan.engine
 
 
-def _may_go(errand: Errand, leave: Leave) -> bool:
+def _may_go(plan: PlannedUnload, quiesce: Quiesce) -> bool:
     """Whether the wait is over: the engine has gone, or nothing keeps it from going."""
-    if _gone(errand):
-        return errand.model not in unloading_models(errand.pool)
-    port = errand.admission.port
+    if _engine_replaced(plan):
+        return plan.model not in unloading_models(plan.pool)
+    port = plan.admission.port
     assert isinstance(port, OmlxPool)
     return (
-        not leave.tearing_down
-        and errand.model not in unloading_models(errand.pool)
-        and port.at_rest(errand.model)
+        not quiesce.tearing_down
+        and plan.model not in unloading_models(plan.pool)
+        and port.is_quiescent(plan.model)
     )
 
 
-def _join(errand: Errand) -> Leave:
+def _join(plan: PlannedUnload) -> Quiesce:
     """Close the model's gate, or join who has closed it already."""
-    leave = errand.state.leaving.get(errand.model)
-    if leave is not None and leave.engine is errand.engine:
-        return leave
-    leave = errand.state.leaving[errand.model] = Leave(errand.engine)
-    entry = errand.pool._entries[errand.model]
-    if not entry.pending_unload_reason or _is_ours_to_set(errand):
+    quiesce = plan.state.leaving.get(plan.model)
+    if quiesce is not None and quiesce.engine is plan.engine:
+        return quiesce
+    quiesce = plan.state.leaving[plan.model] = Quiesce(plan.engine)
+    entry = plan.pool._entries[plan.model]
+    if not entry.pending_unload_reason or _is_ours_to_set(plan):
         # Not by the pool's own method, which leaves pinned models alone: the
         # operator may unload those, and in stock that holds whatever they run.
         entry.pending_unload_reason = f"{UNLOAD_REASON} by hand"
-    if _may_go(errand, leave):
-        return leave  # it is idle: its teardown follows in this very step
-    leave.drains = True
-    logger.info("admission: '%s' drains, to be unloaded by hand", errand.model)
-    errand.admission.events.drain_began((errand.model,), "an unload by hand")
-    errand.admission.changed()
-    return leave
+    if _may_go(plan, quiesce):
+        return quiesce  # it is idle: its teardown follows in this very step
+    quiesce.drains = True
+    logger.info("admission: '%s' drains, to be unloaded by hand", plan.model)
+    plan.admission.events.drain_began((plan.model,), "an unload by hand")
+    plan.admission.changed()
+    return quiesce
 
 
-def _is_ours_to_set(errand: Errand) -> bool:
-    return errand.model in errand.admission.policy.marked
+def _is_ours_to_set(plan: PlannedUnload) -> bool:
+    return plan.model in plan.admission.policy.marked
 
 
-def _withdraw(errand: Errand, leave: Leave) -> None:
+def _withdraw(plan: PlannedUnload, quiesce: Quiesce) -> None:
     """Nobody asks any more. A model that is still there serves on."""
-    state, admission = errand.state, errand.admission
-    if state.leaving.get(errand.model) is leave:
-        del state.leaving[errand.model]
-    entry = errand.pool._entries.get(errand.model)
+    state, admission = plan.state, plan.admission
+    if state.leaving.get(plan.model) is quiesce:
+        del state.leaving[plan.model]
+    entry = plan.pool._entries.get(plan.model)
     reason = entry.pending_unload_reason if entry is not None else None
-    if _gone(errand) or not isinstance(reason, str) or not reason.startswith(UNLOAD_REASON):
+    if (
+        _engine_replaced(plan)
+        or not isinstance(reason, str)
+        or not reason.startswith(UNLOAD_REASON)
+    ):
         return
     entry.pending_unload_reason = None
-    if leave.drains:
-        logger.info("admission: the unload of '%s' is withdrawn", errand.model)
+    if quiesce.drains:
+        logger.info("admission: the unload of '%s' is withdrawn", plan.model)
     swap = admission.policy.swap
-    if swap is not None and errand.model in admission.policy.marked:
+    if swap is not None and plan.model in admission.policy.marked:
         # It drained for a swap as well, and does so still.
-        admission.port.mark(errand.model, swap.target)
-    elif leave.drains:
-        admission.events.drain_withdrawn((errand.model,))
+        admission.port.mark(plan.model, swap.target)
+    elif quiesce.drains:
+        admission.events.drain_withdrawn((plan.model,))
     admission.changed()
 
 

@@ -108,7 +108,7 @@ def _until_served(
     Not the policy's own estimate, which tells one refused request when to come back
     and looks at every other model for that.
     """
-    for swap in (policy.swap, policy.side):
+    for swap in (policy.swap, policy.concurrent_load):
         if swap is not None and swap.target == target:
             return left_of(policy, swap, now)
     if target in facts.view.ready and target.model not in policy.gated:

@@ -28,7 +28,7 @@ CODES = {
 
 def order(policy: AdmissionPolicy) -> list[Target]:
     """Targets in the order in which they will be served, as far as it is decided."""
-    decided = [s.target for s in (policy.swap, policy.side) if s is not None]
+    decided = [s.target for s in (policy.swap, policy.concurrent_load) if s is not None]
     waiting = policy.targets
     first = [t for t in decided if t in waiting]
     return [*first, *(t for t in waiting if t not in first)]
@@ -43,7 +43,7 @@ def reason(
     ahead: Target | None,
 ) -> tuple[str, str]:
     """Code and sentence for those who wait for ``target``; ``ahead`` is served before it."""
-    for swap in (policy.swap, policy.side):
+    for swap in (policy.swap, policy.concurrent_load):
         if swap is not None and swap.target == target:
             return _own(swap, view)
     if target in view.ready and target.model not in policy.gated:

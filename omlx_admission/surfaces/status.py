@@ -106,7 +106,7 @@ def build(facts: Facts, observer: Observer, *, timeline: bool = False) -> dict[s
     if facts.admission is not None:
         policy, now = facts.admission.policy, facts.admission.now()
         document["swap"] = _transition(policy, policy.swap, now)
-        document["beside"] = _transition(policy, policy.side, now)
+        document["beside"] = _transition(policy, policy.concurrent_load, now)
     document["summary"] = summary(document)
     document |= observer.sections()
     if timeline:

@@ -194,7 +194,7 @@ def reranker(module: cst.Module) -> cst.Module:
     ):
         name = f"MLXRerankerModel.{name}"
         if has(module, name):
-            pause = "gpu_turn.breathe()"
+            pause = "gpu_turn.yield_turn()"
             module = nested.insert_beside(module, name, forward, pause, before=True)
     return _imported(module, "..")
 

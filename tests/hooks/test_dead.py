@@ -180,7 +180,7 @@ def test_p2_nobody_is_handed_a_dead_engine(
         assert resident.verified_engine(works.pool, state, "a") is None
         assert resident.ready_engine(works.pool, state, "a", False, None) is None
         port = works.admission.port
-        assert not port.in_service("a", engine)
+        assert not port.still_serving("a", engine)
         assert not port.in_use("a") and entry.in_use == 2
         target = port.target("a", False, None)
         assert target not in port.view((target,), 0).ready

@@ -694,7 +694,7 @@ def test_our_own_failure_lets_stock_unload(
         faults._noted.clear()
         house = make_house()
         await house.get("a")
-        mocker.patch.object(unloads, "errand_of", side_effect=ZeroDivisionError)
+        mocker.patch.object(unloads, "plan_unload", side_effect=ZeroDivisionError)
         assert await unload(house.pool).task == "unloaded"
         assert house.resident() == set()
 

@@ -80,12 +80,12 @@ class PolicyMachine(RuleBasedStateMachine):
         world = self.world
         target = Target(name, variant)
         evicted = len([1 for _, kind, _ in world.log if kind == "unload"])
-        hopeless = not world.is_ready(target) and never_fits(
+        raise_if_unavailable = not world.is_ready(target) and never_fits(
             target, SIZES[name], world.view((target,))
         )
         loading = world.job is not None and world.job.target == target
         request = world.arrive(target, 0.0 if fast else self.budget)
-        if hopeless and world.models[name].registered and not loading:
+        if raise_if_unavailable and world.models[name].registered and not loading:
             # K2: at once, and nobody was evicted for it.
             assert request.outcome is Outcome.REFUSED
             assert evicted == len([1 for _, kind, _ in world.log if kind == "unload"])

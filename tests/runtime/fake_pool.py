@@ -113,12 +113,12 @@ class FakePool:
         return self.models[model].places
 
     def give_back(self, model: str, engine: Any) -> None:
-        if not self.in_service(model, engine):
+        if not self.still_serving(model, engine):
             return
         assert self.models[model].leases > 0, "a lease was given back twice"
         self.models[model].leases -= 1
 
-    def in_service(self, model: str, engine: Any) -> bool:
+    def still_serving(self, model: str, engine: Any) -> bool:
         return model in self.models and self.models[model].engine is engine
 
     def mark(self, model: str, target: Target) -> None:
@@ -146,7 +146,7 @@ class FakePool:
             model.loading = False
             self.loads.pop(name, None)
 
-    def passes(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         return isinstance(error, Shortage)
 
     def copy_error(self, error: Exception) -> Exception:

@@ -397,7 +397,7 @@ class TestBreathing:
 
         def pause() -> None:
             assert a.hold is not None
-            a.hold.breathe(lambda: order.append("drained"))
+            a.hold.yield_turn(lambda: order.append("drained"))
             order.append("a again")
 
         a.do(pause).result(PATIENCE_S)
@@ -425,7 +425,7 @@ class TestBreathing:
 
         def pause() -> None:
             assert a.hold is not None
-            a.hold.breathe(drain)
+            a.hold.yield_turn(drain)
 
         with pytest.raises(RuntimeError, match="the GPU failed"):
             a.do(pause).result(PATIENCE_S)
@@ -441,7 +441,7 @@ class TestBreathing:
 
         def pause() -> None:
             inner = turn.acquire("a", "inner")
-            inner.breathe(lambda: pytest.fail("there is work of the outer hold in flight"))
+            inner.yield_turn(lambda: pytest.fail("there is work of the outer hold in flight"))
             inner.release()
 
         a.do(pause).result(PATIENCE_S)
@@ -461,7 +461,7 @@ class TestBreathing:
         def pause() -> None:
             assert a.hold is not None
             try:
-                a.hold.breathe(lambda: None)
+                a.hold.yield_turn(lambda: None)
             finally:
                 a.hold.release()
 

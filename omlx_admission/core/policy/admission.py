@@ -52,7 +52,7 @@ from .model import (
     Waiter,
 )
 from .planner import Plan, PlanKind, after, fits, never_fits
-from .retry import come_back_in, part_read, served_in
+from .retry import estimated_wait_s, part_read, retry_after_s
 from .schedule import Schedule
 
 #: So many seconds of an unload that does not end, and the target that waits for
@@ -96,7 +96,7 @@ class AdmissionPolicy(Schedule):
             if queue is None:
                 return 0.0
             return len(queue.waiters) * self.estimates.gap(target.model)
-        return served_in(self, target, size, view, now)
+        return estimated_wait_s(self, target, size, view, now)
 
     def retry_in(
         self, target: Target, size: int, view: PoolView, now: float, patience: float
@@ -107,7 +107,7 @@ class AdmissionPolicy(Schedule):
             if load.target == target and self.is_late(load, now) and not part_read(load, view):
                 # It may end at any moment: who waits is there then.
                 return min(served, patience / 4)
-        return come_back_in(served, patience)
+        return retry_after_s(served, patience)
 
     # -- events -------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class AdmissionPolicy(Schedule):
         for target in self._in_turn:
             self.queues.served(target, now)
         self._marked &= view.models.keys()  # whoever left memory took its mark along
-        for known in (self.loaded_at, self.spared_until, self.busy_since, self.by_hand):
+        for known in (self.loaded_at, self.no_drain_before, self.busy_since, self.by_hand):
             for gone in known.keys() - view.models.keys():
                 del known[gone]
         for name in [m for m, until in self.by_hand.items() if now >= until]:
@@ -232,19 +232,19 @@ class AdmissionPolicy(Schedule):
         self._refuse_hopeless(view, actions)
         view = self._review_swap(view, now, actions)
         if self.swap is None:
-            self.swap, self.side = self.side, None
-        overdue = self.overdue(view, now)
-        view = self._grant_ready(view, overdue, now, actions)
+            self.swap, self.concurrent_load = self.concurrent_load, None
+        next_due = self.next_due(view, now)
+        view = self._grant_ready(view, next_due, now, actions)
         if self.swap is None:
-            self._start_swap(view, overdue, now, actions)
-        elif not self.swap.loading and self.side is None:
+            self._start_swap(view, next_due, now, actions)
+        elif not self.swap.loading and self.concurrent_load is None:
             self._advance_drain(view, now, actions)
-        if self.swap is not None and not self.swap.loading and self.side is None:
+        if self.swap is not None and not self.swap.loading and self.concurrent_load is None:
             self._load_beside_drain(view, now, actions)
         self._cancel_hung(view, actions)
         self._unmark_spared(actions)
         # A swap begun above changes who is overdue and whose gate is closed.
-        self.gated = self._closed_models(view, self.overdue(view, now), now)
+        self.gated = self._closed_models(view, self.next_due(view, now), now)
         self._in_turn = tuple(
             t
             for t in self.targets
@@ -276,11 +276,11 @@ class AdmissionPolicy(Schedule):
         swap = self.swap
         if swap is None or swap.loading:
             return view
-        if self.side is not None and self.is_late(self.side, now):
+        if self.concurrent_load is not None and self.is_late(self.concurrent_load, now):
             # What drains for it serves while nobody knows when its turn comes.
             self.swap = None
         elif swap.target not in self.queues and (
-            now >= self.held_until(swap) or self.overdue(view, now) is not None
+            now >= self.held_until(swap) or self.next_due(view, now) is not None
         ):
             self.swap = None
         elif swap.target in view.ready:
@@ -293,15 +293,15 @@ class AdmissionPolicy(Schedule):
             for name in swap.victims:
                 model = view.models.get(name)
                 if model is not None and model.busy:
-                    self.spared_until[name] = now + pause
+                    self.no_drain_before[name] = now + pause
             self.swap = None
         return view
 
     def _grant_ready(
-        self, view: PoolView, overdue: Target | None, now: float, actions: list[Action]
+        self, view: PoolView, next_due: Target | None, now: float, actions: list[Action]
     ) -> PoolView:
         """Grant what serves; returns the view with the leases that it will have."""
-        closed = self._closed_models(view, overdue, now)
+        closed = self._closed_models(view, next_due, now)
         for target in self.targets:
             if target not in view.ready or self.is_loading(target):
                 continue  # a load answers, and grants in the step that ends it
@@ -322,40 +322,42 @@ class AdmissionPolicy(Schedule):
         return replace(view, models={**view.models, target.model: leased})
 
     def _start_swap(
-        self, view: PoolView, overdue: Target | None, now: float, actions: list[Action]
+        self, view: PoolView, next_due: Target | None, now: float, actions: list[Action]
     ) -> None:
         order = self.targets
-        share = self.sharing(view)
-        if overdue is not None:
-            order = (overdue, *(t for t in order if t != overdue))
+        share = self.competing_targets(view)
+        if next_due is not None:
+            order = (next_due, *(t for t in order if t != next_due))
         for target in order:
             queue = self.queues[target]
             if target in view.ready:
                 continue  # gated: its turn comes after the overdue one
             if now < queue.retry_at:
-                if target == overdue:
+                if target == next_due:
                     return  # a short pause; nobody takes its room meanwhile
                 continue
-            keep = self.in_turn(target, view, now, share) if target == overdue else ()
-            wish = self.plan_for(target, view, now, keep)
-            if now < queue.disturbs_at and self.in_regular_use(wish, target, view, now):
+            keep = self.protected_until(target, view, now, share) if target == next_due else ()
+            planned = self.plan_for(target, view, now, keep)
+            if now < queue.disturbs_at and self.in_regular_use(planned, target, view, now):
                 continue
-            if wish.kind is not PlanKind.SETTLE:
+            if planned.kind is not PlanKind.SETTLE:
                 queue.settling_since = None
             elif queue.settling_since is None:
                 queue.settling_since = now
-            if wish.kind in (PlanKind.FITS, PlanKind.ASK) or (
-                wish.kind is PlanKind.EVICT
-                and (target == overdue or self.linger_end(wish, view, now) is None)
+            if planned.kind in (PlanKind.FITS, PlanKind.ASK) or (
+                planned.kind is PlanKind.EVICT
+                and (target == next_due or self.linger_end(planned, view, now) is None)
             ):
-                self.swap = Swap(target, queue.head.size, wish.victims, now, wish.kind.value)
+                self.swap = Swap(
+                    target, queue.head.size, planned.victims, now, planned.kind.value
+                )
                 self._load(self.swap, view, now, actions)
                 return
-            if target != overdue:
+            if target != next_due:
                 continue
-            if wish.kind is PlanKind.DRAIN:
-                self.swap = Swap(target, queue.head.size, wish.victims, now, "age")
-                self._drain(wish, now, actions)
+            if planned.kind is PlanKind.DRAIN:
+                self.swap = Swap(target, queue.head.size, planned.victims, now, "age")
+                self._drain(planned, now, actions)
                 return
             if (
                 queue.settling_since is not None
@@ -363,10 +365,10 @@ class AdmissionPolicy(Schedule):
             ):
                 return  # its room is on its way: nobody takes it
 
-    def _drain(self, wish: Plan, now: float, actions: list[Action]) -> None:
+    def _drain(self, planned: Plan, now: float, actions: list[Action]) -> None:
         assert self.swap is not None
-        self.swap.victims = wish.victims
-        fresh = tuple(m for m in wish.busy if m not in self._marked)
+        self.swap.victims = planned.victims
+        fresh = tuple(m for m in planned.busy if m not in self._marked)
         if fresh:
             self._marked.update(fresh)
             for model in fresh:
@@ -391,13 +393,13 @@ class AdmissionPolicy(Schedule):
         queue = self.queues.get(swap.target)
         if queue is None or now < queue.retry_at:
             return  # refused, and expected back: what runs goes on to its end
-        wish = self.plan_for(swap.target, view, now)
-        if wish.kind in (PlanKind.FITS, PlanKind.EVICT, PlanKind.ASK):
-            swap.victims, swap.size = wish.victims, queue.head.size
+        planned = self.plan_for(swap.target, view, now)
+        if planned.kind in (PlanKind.FITS, PlanKind.EVICT, PlanKind.ASK):
+            swap.victims, swap.size = planned.victims, queue.head.size
             self._load(swap, view, now, actions)
-        elif wish.kind is PlanKind.DRAIN:
-            self._drain(wish, now, actions)
-        if wish.kind is not PlanKind.BLOCKED:
+        elif planned.kind is PlanKind.DRAIN:
+            self._drain(planned, now, actions)
+        if planned.kind is not PlanKind.BLOCKED:
             swap.blocked_since = None
         elif swap.blocked_since is None:
             swap.blocked_since = now
@@ -416,18 +418,18 @@ class AdmissionPolicy(Schedule):
             group = view.exclusive.get(target)
             if group is not None and group == view.exclusive.get(swap.target):
                 continue
-            wish = self.plan_for(target, view, now, keep=swap.victims)
-            if wish.kind not in (PlanKind.FITS, PlanKind.EVICT):
+            planned = self.plan_for(target, view, now, keep=swap.victims)
+            if planned.kind not in (PlanKind.FITS, PlanKind.EVICT):
                 continue
-            if self.linger_end(wish, view, now) is not None:
+            if self.linger_end(planned, view, now) is not None:
                 continue
             size = queue.head.size
-            if target.model in later.models and target.model not in wish.victims:
+            if target.model in later.models and target.model not in planned.victims:
                 continue
-            leaving = [later.models[v] for v in wish.victims]
+            leaving = [later.models[v] for v in planned.victims]
             if fits(later, size, leaving, helper=target.model in view.helpers):
-                self.side = Swap(target, size, wish.victims, now, "beside")
-                self._load(self.side, view, now, actions)
+                self.concurrent_load = Swap(target, size, planned.victims, now, "beside")
+                self._load(self.concurrent_load, view, now, actions)
                 return
 
     def _cancel_hung(self, view: PoolView, actions: list[Action]) -> None:
@@ -454,23 +456,23 @@ class AdmissionPolicy(Schedule):
     # -- gates, linger and time ---------------------------------------------
 
     def _closed_models(
-        self, view: PoolView, overdue: Target | None, now: float
+        self, view: PoolView, next_due: Target | None, now: float
     ) -> frozenset[str]:
         """Models whose gate is closed: victims of the swap, and of the next if it is due."""
         closed: set[str] = set()
         later = view
-        for load in (self.swap, self.side):
+        for load in (self.swap, self.concurrent_load):
             if load is not None:
                 closed.update(load.victims)
                 later = after(later, load.target, load.size, load.victims)
         if any(self.is_late(load, now) for load in self.loads):
             return frozenset(closed)  # nobody knows when the next one's turn comes
-        if overdue is not None and (self.swap is None or self.swap.target != overdue):
-            keep = set(self.in_turn(overdue, view, now, self.sharing(view)))
-            if now < self.queues[overdue].aged_from + self.age_of(overdue):
+        if next_due is not None and (self.swap is None or self.swap.target != next_due):
+            keep = set(self.protected_until(next_due, view, now, self.competing_targets(view)))
+            if now < self.queues[next_due].aged_from + self.age_of(next_due):
                 # What loads now has its turn before it.
                 keep.update(load.target.model for load in self.loads)
-            closed.update(self.plan_for(overdue, later, now, keep).victims)
+            closed.update(self.plan_for(next_due, later, now, keep).victims)
         return frozenset(closed)
 
     def _next_wake(self, view: PoolView, now: float) -> float | None:
@@ -482,21 +484,21 @@ class AdmissionPolicy(Schedule):
             times.append(self.swap.started + self.dials.drain_limit)
             if self.swap.target not in self.queues:
                 times.append(self.held_until(self.swap))
-        share = self.sharing(view)
+        share = self.competing_targets(view)
         for target, queue in self.queues.items():
             if self.is_loading(target) or target in view.ready:
                 continue
             age = self.age_of(target)
             times += [self.due(target, share), queue.stands_back_until, queue.disturbs_at]
             times.append(queue.aged_from + age)
-            times += self.in_turn(target, view, now, share).values()
+            times += self.protected_until(target, view, now, share).values()
             if loads:
                 continue
             times.append(queue.retry_at)
-            wish = self.plan_for(target, view, now)
-            if wish.kind in (PlanKind.SETTLE, PlanKind.BLOCKED):
+            planned = self.plan_for(target, view, now)
+            if planned.kind in (PlanKind.SETTLE, PlanKind.BLOCKED):
                 times.append(now + _SETTLE_POLL_S)
-            for victim in wish.victims:
+            for victim in planned.victims:
                 times.append(self.linger.until(view.models[victim], now) or now)
         return min((time for time in times if time > now), default=None)
 

@@ -11,7 +11,7 @@ from .schedule import Schedule
 _TELLING = 0.1
 
 
-def served_in(
+def estimated_wait_s(
     schedule: Schedule, target: Target, size: int, view: PoolView, now: float
 ) -> float:
     """Seconds until ``target``, which is not ready, could be served.
@@ -21,7 +21,7 @@ def served_in(
     waited for.
     """
     free_at, occupant, later = now, None, view
-    for load in (schedule.swap, schedule.side):
+    for load in (schedule.swap, schedule.concurrent_load):
         if load is None:
             continue
         if load.loading:
@@ -38,14 +38,16 @@ def served_in(
             return free_at - now
         later = after(later, load.target, load.size, load.victims)
         occupant = Occupant(load.target.model, free_at, busy=True)
-    wish = plan(target, size, later, rank=schedule.rank(now))
-    if wish.kind is PlanKind.FITS:
+    planned = plan(target, size, later, rank=schedule.rank(now))
+    if planned.kind is PlanKind.FITS:
         occupant = None
-    elif occupant is None or occupant.model not in wish.victims:
-        occupant = _last_to_leave(schedule, wish, later, now)
-    waiting = schedule.sharing(view) + (target not in schedule.queues)
+    elif occupant is None or occupant.model not in planned.victims:
+        occupant = _last_to_leave(schedule, planned, later, now)
+    waiting = schedule.competing_targets(view) + (target not in schedule.queues)
     turns = []
-    for other in (*schedule.targets, target) if wish.kind is not PlanKind.FITS else (target,):
+    for other in (
+        (*schedule.targets, target) if planned.kind is not PlanKind.FITS else (target,)
+    ):
         if schedule.is_loading(other) or other in view.ready:
             continue
         if schedule.swap is not None and schedule.swap.target == other:
@@ -75,7 +77,7 @@ def part_read(load: Swap, view: PoolView) -> float | None:
     return min(part, 1.0) if part >= _TELLING else None
 
 
-def come_back_in(served: float, patience: float) -> float:
+def retry_after_s(served: float, patience: float) -> float:
     """After how many seconds a client that is refused now does best to come back.
 
     Before its model serves in ``served`` seconds, by as much as it can wait then
@@ -90,8 +92,8 @@ def _turn(schedule: Schedule, target: Target, size: int, waiting: int, now: floa
     queue, demand = schedule.queues.get(target), schedule.queues.demand(target, now)
     if queue is not None:
         size = queue.head.size
-        overdue = queue.aged_from + schedule.age_for(target, size)
-        return Turn(target.model, size, schedule.due(target, waiting), overdue)
+        overdue_at = queue.aged_from + schedule.age_for(target, size)
+        return Turn(target.model, size, schedule.due(target, waiting), overdue_at)
     age = schedule.age_for(target, size)
     share = schedule.dials.share(age, waiting)
     due = now + share
@@ -101,9 +103,9 @@ def _turn(schedule: Schedule, target: Target, size: int, waiting: int, now: floa
 
 
 def _last_to_leave(
-    schedule: Schedule, wish: Plan, view: PoolView, now: float
+    schedule: Schedule, planned: Plan, view: PoolView, now: float
 ) -> Occupant | None:
-    leaving = [view.models[v] for v in wish.victims]
+    leaving = [view.models[v] for v in planned.victims]
     if not leaving:
         return None
     loaded_at = schedule.loaded_at

@@ -37,10 +37,10 @@ class Schedule:
         self.dials = dials or Dials()
         self.estimates = estimates or Estimates()
         self.swap: Swap | None = None
-        self.side: Swap | None = None
+        self.concurrent_load: Swap | None = None
         self.queues = Queues()
         self.loaded_at: dict[str, float] = {}
-        self.spared_until: dict[str, float] = {}
+        self.no_drain_before: dict[str, float] = {}
         self.busy_since: dict[str, float] = {}
         self.by_hand: dict[str, float] = {}
         self.linger = Linger(self._linger_of)
@@ -86,9 +86,9 @@ class Schedule:
 
     # -- who is due ---------------------------------------------------------
 
-    def overdue(self, view: PoolView, now: float) -> Target | None:
+    def next_due(self, view: PoolView, now: float) -> Target | None:
         """The target that may end lingers and close gates now: wanted long enough."""
-        share = self.sharing(view)
+        share = self.competing_targets(view)
         for target in self.targets:
             queue = self.queues[target]
             if self.is_loading(target) or target in view.ready:
@@ -99,24 +99,24 @@ class Schedule:
                 return target
         return None
 
-    def due(self, target: Target, sharing: int) -> float:
+    def due(self, target: Target, competing_targets: int) -> float:
         """When ``target`` may close the gate of a model that has had its turn."""
         queue = self.queues[target]
-        due = queue.since + self.dials.share(self.age_of(target), sharing)
+        due = queue.since + self.dials.share(self.age_of(target), competing_targets)
         return min(due, queue.due_by)
 
-    def sharing(self, view: PoolView) -> int:
+    def competing_targets(self, view: PoolView) -> int:
         """How many targets wait for a swap."""
         return sum(
             1 for t, _ in self.queues.items() if t not in view.ready and not self.is_loading(t)
         )
 
-    def in_turn(
+    def protected_until(
         self, target: Target, view: PoolView, now: float, share: int
     ) -> dict[str, float]:
         """Models that ``target`` must let serve on, and until when: loaded lately, in use.
 
-        ``share`` is how many targets wait for a swap (:meth:`sharing`).
+        ``share`` is how many targets wait for a swap (:meth:`competing_targets`).
 
         A moment is left even where ``target`` is overdue: who comes back just after the
         load that was forecast for it must not have to wait for the next one.
@@ -134,7 +134,7 @@ class Schedule:
             end = max(
                 min(loaded_at + turn, hard),
                 loaded_at + least,
-                self.spared_until.get(model.model, now),
+                self.no_drain_before.get(model.model, now),
             )
             if end > now and (model.busy or self.linger.until(model, now) is not None):
                 kept[model.model] = end
@@ -181,16 +181,16 @@ class Schedule:
 
         return rank
 
-    def in_regular_use(self, wish: Plan, target: Target, view: PoolView, now: float) -> bool:
-        """Whether a victim of ``wish`` was used within the age of ``target``."""
+    def in_regular_use(self, planned: Plan, target: Target, view: PoolView, now: float) -> bool:
+        """Whether a victim of ``planned`` was used within the age of ``target``."""
         lately = now - self.age_of(target)
         return any(
-            view.models[v].busy or self.linger.idle_since(v) > lately for v in wish.victims
+            view.models[v].busy or self.linger.idle_since(v) > lately for v in planned.victims
         )
 
-    def linger_end(self, wish: Plan, view: PoolView, now: float) -> float | None:
+    def linger_end(self, planned: Plan, view: PoolView, now: float) -> float | None:
         """When the last victim stops lingering; None if none does."""
-        ends = [self.linger.until(view.models[v], now) for v in wish.victims]
+        ends = [self.linger.until(view.models[v], now) for v in planned.victims]
         return max((end for end in ends if end is not None), default=None)
 
     def _linger_of(self, model: str) -> float:
@@ -221,7 +221,7 @@ class Schedule:
     @property
     def loads(self) -> list[Swap]:
         """The loads that run: of the swap, and of the one beside it."""
-        return [s for s in (self.swap, self.side) if s is not None and s.loading]
+        return [s for s in (self.swap, self.concurrent_load) if s is not None and s.loading]
 
     def is_loading(self, target: Target) -> bool:
         """Whether a load of ours for ``target`` runs."""

@@ -87,7 +87,7 @@ class PoolAdmission(Admission):
         lease: bool,
     ) -> Ask:
         try:
-            self.port.hopeless(model_id)
+            self.port.raise_if_unavailable(model_id)
             arguments = {
                 "model_id": model_id,
                 "force_lm": force_lm,

@@ -4,7 +4,7 @@
 owes the next one, and `sites` is what the engines use: decorators for their GPU work.
 """
 
-from .holding import breathe
+from .holding import yield_turn
 from .sites import (
     ahead,
     burst,
@@ -21,7 +21,6 @@ from .sites import (
 
 __all__ = [
     "ahead",
-    "breathe",
     "burst",
     "clean_up",
     "configure",
@@ -32,4 +31,5 @@ __all__ = [
     "status",
     "steps",
     "vision",
+    "yield_turn",
 ]

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..decode_activity import get_decode_activity
 from . import turn as turns
-from .holding import Breathing, breathe, drain, drain_after_error, holding
+from .holding import YieldingIterator, drain, drain_after_error, holding, yield_turn
 from .turn import TurnAbandoned
 
 logger = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ def _pauses_before_windows(model: Any) -> Iterator[None]:
 def _pausing(method: Any) -> Any:
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
-        breathe()
+        yield_turn()
         return method(*args, **kwargs)
 
     return step
@@ -307,7 +307,7 @@ def pausing(items: Any) -> Any:
     """
     if turns.current is None or not hasattr(items, "__iter__"):
         return items
-    return Breathing(items)
+    return YieldingIterator(items)
 
 
 def steps(items: Any, site: str, name: str | None = None) -> Any:
@@ -315,10 +315,10 @@ def steps(items: Any, site: str, name: str | None = None) -> Any:
     they end or are closed. Whoever uses this closes it."""
     if turns.current is None:
         return items
-    return _turn_of(Breathing(items), site, os.path.basename((name or site).rstrip("/")))
+    return _turn_of(YieldingIterator(items), site, os.path.basename((name or site).rstrip("/")))
 
 
-def _turn_of(items: Breathing, site: str, name: str) -> Iterator[Any]:
+def _turn_of(items: YieldingIterator, site: str, name: str) -> Iterator[Any]:
     try:
         with holding(name, site, _drain_shared):
             yield from items

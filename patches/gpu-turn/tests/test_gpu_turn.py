@@ -160,10 +160,10 @@ def test_long_work_lets_others_in_and_comes_back(turn, actors):
     a, b, _ = actors
     drained = []
     a.ask().result(PATIENCE_S)
-    a.do(lambda: a.hold.breathe(lambda: drained.append("alone"))).result(PATIENCE_S)
+    a.do(lambda: a.hold.yield_turn(lambda: drained.append("alone"))).result(PATIENCE_S)
     assert drained == []  # nobody waits
     for_b = b.ask()
-    back = a.do(lambda: a.hold.breathe(lambda: drained.append(turn.held())))
+    back = a.do(lambda: a.hold.yield_turn(lambda: drained.append(turn.held())))
     for_b.result(PATIENCE_S)
     assert drained == [True]
     b.release()
