@@ -125,7 +125,7 @@ POOL_PORT = Recipe(
         "VIEW_NEEDS",
         "_exceptions",
         "_refused_class",
-        "OmlxPool.at_rest",
+        "OmlxPool.is_quiescent",
         "OmlxPool.in_use",
         "OmlxPool._last_used",
     ),

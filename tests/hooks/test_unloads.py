@@ -183,7 +183,7 @@ def test_who_looks_late_leaves_the_next_engine_alone(make_house: Make, mocker: A
         await first.task
         after = await house.get("a")
         assert not second.task.done()
-        state_of(house.pool).leaving["a"].moved()
+        state_of(house.pool).leaving["a"].notify()
         assert await second.task == "unloaded"
         after.stop.assert_not_awaited()
         assert house.entry("a").engine is after

@@ -505,7 +505,7 @@ class AdmissionPolicy(Schedule):
     # -- small helpers ------------------------------------------------------
 
     def _end_load(self, target: Target) -> Swap:
-        for name in ("swap", "side"):
+        for name in ("swap", "concurrent_load"):
             load: Swap | None = getattr(self, name)
             if load is not None and load.loading and load.target == target:
                 setattr(self, name, None)
