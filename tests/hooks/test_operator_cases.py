@@ -237,7 +237,7 @@ def test_b19_at_the_end_of_the_budget_what_runs_is_ended(
     make_house: Make, change_dirs: Callable[..., ByHand], mocker: Any
 ) -> None:
     async def test() -> None:
-        mocker.patch.object(unloads, "_CUT_S", 0.05)
+        mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
         house = make_house()
         engine = await house.get("a")
         await change_dirs(house, max_wait="0.1").task

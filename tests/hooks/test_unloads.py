@@ -424,7 +424,7 @@ def test_c9_now_does_not_wait_for_a_lease_under_which_nothing_runs(
     """Its client has stopped reading."""
 
     async def test() -> None:
-        mocker.patch.object(unloads, "_CUT_S", 1000.0)
+        mocker.patch.object(unloads, "ABORT_GRACE_S", 1000.0)
         house = make_house()
         engine = await house.get("a")
         assert await unload(house.pool, query="mode=now").task == "unloaded"
@@ -452,7 +452,7 @@ def test_p6_an_abort_without_a_signature_is_called_all_the_same(
 
 def test_now_tears_down_what_does_not_end(make_house: Make, mocker: Any) -> None:
     async def test() -> None:
-        mocker.patch.object(unloads, "_CUT_S", 0.05)
+        mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
         house = make_house()
         engine = await house.get("a")
         engine.has_active_requests.return_value = True
@@ -544,7 +544,7 @@ def test_a_deletion_waits_and_then_ends_what_runs(make_house: Make, mocker: Any)
     """Stock goes on when this unload fails, and would forget a model that is loaded."""
 
     async def test() -> None:
-        mocker.patch.object(unloads, "_CUT_S", 0.05)
+        mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
         house = make_house()
         engine = await house.get("a")
         by_hand = ByHand(
