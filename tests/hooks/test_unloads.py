@@ -709,7 +709,7 @@ def test_our_own_failure_while_it_waits_lets_stock_unload(
         faults._noted.clear()
         house = make_house()
         await house.get("a")
-        mocker.patch.object(unloads, "_come_to_rest", side_effect=ZeroDivisionError)
+        mocker.patch.object(unloads, "_wait_until_idle", side_effect=ZeroDivisionError)
         assert await unload(house.pool).task == "unloaded"
         await house.release("a")
         assert house.resident() == set()
