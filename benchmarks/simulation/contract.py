@@ -48,7 +48,9 @@ class Contract:
         ours = {m.name for m in held if m.mark is Mark.OURS}
         if not ours <= policy.marked:
             raise Broken(f"K8: nobody remembers the marks on {ours - policy.marked}")
-        loads = [s for s in (policy.swap, policy.concurrent_load) if s is not None and s.loading]
+        loads = [
+            s for s in (policy.swap, policy.concurrent_load) if s is not None and s.loading
+        ]
         if len(loads) > 1 or (self.world.job is None) != (not loads):
             raise Broken(f"{len(loads)} loads in the policy, the pool has {self.world.job}")
         if policy.swap is not None and not policy.swap.loading:
@@ -78,7 +80,11 @@ class Contract:
                 and not self.world.models[target.model].full
             ):
                 raise Broken(f"K5: {target} serves and is open, yet somebody waits for it")
-        busy = self.world.job is not None or policy.swap is not None or policy.concurrent_load is not None
+        busy = (
+            self.world.job is not None
+            or policy.swap is not None
+            or policy.concurrent_load is not None
+        )
         if busy or not any(self._is_free_for(t) for t in policy.targets):
             self._could_work_since = None
         elif self._could_work_since is None:
@@ -126,7 +132,13 @@ class Contract:
         for request in self.world.requests:
             if request.outcome is None:
                 raise Broken(f"K7: request {request.number} never got an outcome")
-        if policy.waiting or policy.swap or policy.concurrent_load or policy.gated or self.world.job:
+        if (
+            policy.waiting
+            or policy.swap
+            or policy.concurrent_load
+            or policy.gated
+            or self.world.job
+        ):
             raise Broken("K8: not idle at the end")
         for m in self.world.models.values():
             if m.leases or m.mark is Mark.OURS or m.loading:
