@@ -41,7 +41,7 @@ __all__ = [
 SUPPORTED = SpecifierSet(">=0.5.0,<0.8")
 
 #: What stands in the way of a file's source.
-_UNREADABLE = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
+_UNREADABLE = (OSError, SyntaxError, ValueError, RecursionError, MemoryError, SystemError)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def find(source: Path | None = None) -> Found:
 def _read_version(root: Path) -> str | None:
     """The release as ``_version.py`` gives it in plain text; None where it computes it."""
     try:
-        node = Module((root / "_version.py").read_bytes()).node("__version__")
+        node = _module((root / "_version.py").read_bytes()).node("__version__")
     except _UNREADABLE:
         return None
     value = getattr(node, "value", None)
@@ -107,6 +107,20 @@ def version_problem(version: str | None) -> str | None:
     if not SUPPORTED.contains(parsed, prereleases=True):
         return f"oMLX {version} is outside the supported range {SUPPORTED}"
     return None
+
+
+def _module(source: bytes) -> Module:
+    """Read a source; once more where another thread was in the way.
+
+    Pythons 3.11.4 to 3.11.7, 3.12.0 and 3.12.1 count how deep a syntax tree is in one place
+    for all threads: of two that parse at once, one gets a SystemError.
+    """
+    for _ in range(10):
+        try:
+            return Module(source)
+        except SystemError:
+            continue
+    return Module(source)
 
 
 class Fit(enum.Enum):
@@ -192,7 +206,7 @@ class Source:
         """A dotted module, or why it cannot be read."""
         if name not in self._modules:
             try:
-                self._modules[name] = Module(self.read(name))
+                self._modules[name] = _module(self.read(name))
             except OSError:
                 self._modules[name] = f"{name} is missing"
             except _UNREADABLE:

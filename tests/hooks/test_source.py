@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,22 @@ def test_jobs_are_known_or_the_module_is_not(source: str, problem: str | None) -
 def test_what_a_name_stands_for_in_the_end(source: str, problem: str | None) -> None:
     found = Module(source.encode()).problem(Need("omlx.x", "f", Kind.SYNC))
     assert found is None if problem is None else problem in (found or "")
+
+
+def test_a_parser_that_another_thread_disturbs_is_asked_again(
+    omlx_found: gate.Found, mocker: Any
+) -> None:
+    """A defect of Pythons 3.11.4 to 3.11.7, 3.12.0 and 3.12.1."""
+    parse, left = ast.parse, [SystemError("AST constructor recursion depth mismatch")] * 3
+
+    def disturbed(source: bytes) -> ast.Module:
+        if left:
+            raise left.pop()
+        return parse(source)
+
+    mocker.patch.object(ast, "parse", disturbed)
+    assert gate.find(omlx_found.root.parent).version == omlx_found.version
+    assert left == []
 
 
 LAYOUTS = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from omlx_admission import standin
-from omlx_admission.hooks import gate
+from omlx_admission.hooks import bodies, gate
 from omlx_admission.surfaces import cli
 from tests.hooks.drift import Edit, drifted
 
@@ -128,3 +128,27 @@ def test_what_stands_on_a_refused_feature_says_so(doctor: Doctor) -> None:
     for text in (lines, with_needs):
         assert text.count("- needs our 'queue' (refused)") == 2
     assert feature(shown, "leases")["state"] == "ready"
+
+
+def test_a_body_that_no_release_had_is_named(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = gate.Source(gate.find(standin.PATH))
+    own = {name: {str(code.fingerprint(name)): ("0.6.3",)} for name in bodies.known()}
+    monkeypatch.setattr(bodies, "known", lambda: own)
+    searches = "    def _find_lru_victim(self) -> str | None:\n"
+    edit = (searches, f"{searches}        self._searches = 1\n")
+    victim = "omlx.engine_pool:EnginePool._find_lru_victim"
+    with edited("engine_pool", edit) as source:
+        _, shown = doctor(source, "--json")
+        _, lines = doctor(source)
+    assert json.loads(shown)["never_run"] == [victim]
+    assert feature(shown, "queue")["state"] == "ready"
+    assert (
+        f"never run       bodies of this oMLX that no release had which was tried:\n  {victim}"
+        in lines
+    )
+    # The stand-in's own are no news.
+    _, shown = doctor(standin.PATH, "--json")
+    assert json.loads(shown)["never_run"] == []
+    assert "never run" not in doctor(standin.PATH)[1]
