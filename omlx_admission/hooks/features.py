@@ -138,6 +138,7 @@ FEATURES: tuple[Feature, ...] = (
         requests.NEEDS,
         # Ours stays as long as one of those that stand on it is ours.
         (*queue.NATIVE, *errors.NATIVE, *resident.LEASE_NATIVE),
+        stands_on=("queue", "errors", "leases"),
     ),
     Feature(
         "stream_hold",

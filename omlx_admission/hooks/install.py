@@ -88,6 +88,7 @@ def decide(source: Path | None = None, settings: Settings | None = None) -> Repo
     for verdict in verdicts:
         if verdict.state is State.READY:
             _judge_by_ground(verdict, states)
+            states[verdict.feature.name] = verdict.state
     return Report(found, problem, verdicts, settings, problems, sites)
 
 

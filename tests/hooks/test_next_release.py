@@ -12,6 +12,7 @@ import pytest
 from omlx_admission import standin
 from omlx_admission.hooks import gate, install
 from omlx_admission.hooks.install import State
+from omlx_admission.settings import Settings
 from tests.hooks.drift import ALL, Edit, drifted
 
 ROOT = standin.PATH / "omlx"
@@ -90,15 +91,19 @@ def test_a_package_without_its_pool_is_an_omlx_still() -> None:
     assert report.verdict("queue").reasons[0] == "omlx.engine_pool is missing"
 
 
-def test_a_version_that_old_code_claims_applies_nothing_that_does_not_fit() -> None:
-    """A fork that counts on from its own number: its code decides, feature by feature."""
+def test_a_later_version_on_older_code_applies_nothing() -> None:
+    """As a fork has it that counts on from a number of its own: its code decides."""
     older: tuple[Edit, ...] = (
-        (POOL, r"\b_lease\b", "lease"),
-        ("server.py", r"\bverify_api_key\b", "check_api_key"),
+        (POOL, r"\bin_use\b", "leases"),
+        ("exceptions.py", r"\bModelBusyError\b", "BusyError"),
+        ("engine_core.py", r"\b_step_burst\b", "_steps"),
     )
     with drifted(ROOT, VERSION, *older) as source:
-        report = install.decide(source, ALL)
+        report = install.decide(source, Settings())
     assert report.problem is None
-    assert report.verdict("queue").state is State.REFUSED
-    assert report.verdict("surfaces").state is State.REFUSED
-    assert report.verdict("errors").state is State.READY
+    wanted = {v.feature.name: v for v in report.verdicts if v.state is not State.OFF}
+    assert {v.state for v in wanted.values()} == {State.REFUSED}
+    assert "EngineEntry.in_use is missing" in wanted["queue"].reasons[0]
+    # What stands on others names them: its own rows fit almost anything.
+    grounds = "needs our 'queue' (refused) or our 'errors' (refused) or our 'leases' (refused)"
+    assert wanted["requests"].reasons == [grounds]
