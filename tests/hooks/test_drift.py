@@ -257,7 +257,7 @@ OFF: dict[str, tuple[set[str], str, Edit]] = {
         "_step_burst returns BurstResult",
         (
             CORE,
-            r"def _step_burst\(self\) -> list\[SchedulerOutput\]",
+            r"def _step_burst\(self\) -> [^:\n]+(?=:\n)",
             "def _step_burst(self) -> BurstResult",
         ),
     ),
@@ -329,8 +329,8 @@ OFF: dict[str, tuple[set[str], str, Edit]] = {
         "omlx.engine.batched hands the unknown fuse to get_mlx_executor",
         (
             "engine/batched.py",
-            r"\n( *)(await loop\.run_in_executor\(get_mlx_executor\(\), )",
-            r"\n\1\2fuse, self._model)\n\1\2",
+            r"(async def start\(self\) -> None:\n)",
+            r"\1        await loop.run_in_executor(get_mlx_executor(), fuse, self)\n",
         ),
     ),
     "an optional method of another colour": (
