@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from omlx_admission import standin
-from omlx_admission.hooks import bodies, gate
 from omlx_admission.hooks.features import FEATURES
+from omlx_admission.hooks.patching import bodies, gate
 
 HEAD = """\
 # Functions of oMLX whose bodies the hooks rely on: name, fingerprint of the body, releases.

@@ -20,7 +20,7 @@ import wrapt
 
 from benchmarks.loop_probe import Lines
 from omlx_admission.gpu import turn as gpu_turn
-from omlx_admission.hooks import gpu_engine
+from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.surfaces.demo import launch
 
 

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from xml.etree import ElementTree
 
-from omlx_admission.hooks import gate, install
+from omlx_admission.hooks import install
 from omlx_admission.hooks.features import FEATURES
 from omlx_admission.hooks.install import State
+from omlx_admission.hooks.patching import gate
 from omlx_admission.settings import Settings
 
 HEAD = (

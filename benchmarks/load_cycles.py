@@ -32,7 +32,8 @@ import mlx.core as mx
 
 from benchmarks.arguments import checkout
 from omlx_admission import _startup, standin
-from omlx_admission.hooks import install, load_thread
+from omlx_admission.hooks import install
+from omlx_admission.hooks.pool import load_thread
 from omlx_admission.settings import Settings
 from omlx_admission.standin import tinymodels
 

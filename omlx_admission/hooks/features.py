@@ -6,27 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from omlx_admission.hooks import (
+from omlx_admission.hooks.gpu import engine as gpu_engine
+from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu import setting as gpu_setting
+from omlx_admission.hooks.gpu import turn as gpu_turn
+from omlx_admission.hooks.gpu import watch as gpu_watch
+from omlx_admission.hooks.patching.gate import Need
+from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.pool import (
     dead,
-    errors,
-    gpu_engine,
-    gpu_jobs,
-    gpu_setting,
-    gpu_turn,
-    gpu_watch,
     holding,
     load_thread,
     model_dirs,
     off_loop,
     queue,
-    requests,
     resident,
-    stream_hold,
-    surfaces,
     unloads,
 )
-from omlx_admission.hooks.gate import Need
-from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.hooks.server import errors, requests, stream_hold, surfaces
 from omlx_admission.settings import Settings
 
 

@@ -17,9 +17,11 @@ from typing import Any
 import wrapt
 
 from omlx_admission import settings as settings_module
-from omlx_admission.hooks import gate, gpu_setting, gpu_sites
 from omlx_admission.hooks.features import FEATURES, MODULES, PARTS, Feature, Part, Wanted
-from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.hooks.gpu import setting as gpu_setting
+from omlx_admission.hooks.gpu import sites as gpu_sites
+from omlx_admission.hooks.patching import gate
+from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.settings import Settings
 
 logger = logging.getLogger("omlx.admission")

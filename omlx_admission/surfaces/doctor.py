@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from omlx_admission import __version__, standin
-from omlx_admission.hooks import gate
 from omlx_admission.hooks.install import Report, State, Verdict, decide
+from omlx_admission.hooks.patching import gate
 from omlx_admission.surfaces.cli import CommandError
 
 

@@ -15,14 +15,14 @@ from omlx_admission.upstream.transplant import LICENSE, Recipe, transplant
 
 #: Ours, below ``omlx_admission``, to its name in ``omlx/admission/``.
 MODULES = {
-    "hooks.ceiling": "ceiling",
-    "hooks.engines": "engines",
-    "hooks.errors": "errors",
-    "hooks.holding": "holding",
+    "hooks.pool.ceiling": "ceiling",
+    "hooks.pool.engines": "engines",
+    "hooks.server.errors": "errors",
+    "hooks.pool.holding": "holding",
     "core.route_model_kinds": "kinds",
-    "hooks.places": "places",
-    "hooks.pool_port": "pool",
-    "hooks.pool_state": "marks",
+    "hooks.pool.places": "places",
+    "hooks.pool.port": "pool",
+    "hooks.pool.state": "marks",
     "core.config": "config",
     "core.policy.admission": "policy",
     "core.policy.estimates": "estimates",
@@ -118,7 +118,7 @@ REFUSAL = Recipe(
     },
 )
 
-ENGINES = Recipe("hooks.engines", keep=("lives", "runs"))
+ENGINES = Recipe("hooks.pool.engines", keep=("lives", "runs"))
 TO_ITS_END = Recipe("core.uninterrupted")
 
 

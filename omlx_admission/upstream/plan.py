@@ -9,8 +9,8 @@ from pathlib import Path
 
 import libcst as cst
 
-from omlx_admission.hooks import gate
 from omlx_admission.hooks.features import FEATURES
+from omlx_admission.hooks.patching import gate
 from omlx_admission.upstream import style
 from omlx_admission.upstream.change import Change, Edit, Make, Refused
 

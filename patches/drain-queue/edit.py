@@ -96,7 +96,7 @@ QUEUE = Recipe(
 )
 
 POOL_PORT = Recipe(
-    "hooks.pool_port",
+    "hooks.pool.port",
     rewrite={
         "unloading_models(pool)": "pool._unloading_models",
         "unloading_models(self._pool)": "self._pool._unloading_models",
@@ -181,7 +181,7 @@ def give_back(self, model: str, engine: Any) -> None:
 
 #: Whether a newcomer has to queue is asked of the queue itself there.
 PLACES = Recipe(
-    "hooks.places",
+    "hooks.pool.places",
     drop=("SCHEDULER", "NEEDS", "_FEWEST", "_pacing", "is_taken", "apply"),
 )
 
@@ -189,7 +189,7 @@ PLACES = Recipe(
 OWN = Recipe(
     "core.held_models",
     imports="from . import request as requests\n",
-    append=("hooks.holding", "own"),
+    append=("hooks.pool.holding", "own"),
     text={
         "models that we keep for it; stock would not have protected them": (
             "models that are kept for it, though its route took no lease"
@@ -198,7 +198,7 @@ OWN = Recipe(
 )
 
 MARKS = Recipe(
-    "hooks.pool_state",
+    "hooks.pool.state",
     keep=("DRAIN_REASON", "drains_for_us"),
     text={
         """What the hooks keep per pool: unloads in progress, and the admission queue.

@@ -10,15 +10,15 @@ from omlx_admission.upstream.transplant import Recipe, as_decorator, transplant
 
 
 def _errors() -> str:
-    """`hooks.errors`: what a pool error means, and a decorator that remembers it."""
+    """`hooks.server.errors`: what a pool error means, and a decorator that remembers it."""
     decorator = as_decorator(
-        "hooks.errors",
+        "hooks.server.errors",
         "get_engine",
         called="remembers_refusal",
         doc="Remember why the pool refused the request at hand; the error itself stays.",
     )
     recipe = Recipe(
-        "hooks.errors",
+        "hooks.server.errors",
         keep=(
             "_MISREAD",
             "_GUESS_S",
@@ -50,7 +50,7 @@ def _errors() -> str:
 
 
 CEILING = Recipe(
-    "hooks.ceiling",
+    "hooks.pool.ceiling",
     drop=("NEEDS", "_ENFORCER"),
     rewrite={
         'faults.note("the parts of the memory ceiling", error)': (

@@ -60,7 +60,7 @@ def _turn() -> str:
 def _holding() -> str:
     """What our hooks hold, without our count of faults: the error says enough here."""
     recipe = Recipe(
-        "hooks.gpu_hold",
+        "hooks.gpu.hold",
         drop=("held",),
         rewrite={
             "import mlx.core as mx": None,

@@ -10,7 +10,7 @@ from omlx_admission.upstream.transplant import Recipe
 
 #: With the lease goes what a request knows of its own; our switch has no place there.
 HOLDING = Recipe(
-    "hooks.holding",
+    "hooks.pool.holding",
     keep=("Kept", "Holding", "no_engine", "note", "released", "keep", "let_go", "held_engine"),
     rewrite={"not _keeping or request is None": "request is None"},
     text={

@@ -27,7 +27,7 @@ async def _unload_marked_engine(self, model_id: str) -> None:
 def _acquire() -> str:
     """`hooks.resident.ready_engine` as a method, with the hand-out in the same step."""
     return as_method(
-        "hooks.resident",
+        "hooks.pool.resident",
         "ready_engine",
         signature="def _acquire_loaded_engine(self, model_id: str, force_lm: bool, "
         "lease: bool, runtime_settings: object | None)",
@@ -48,7 +48,7 @@ def _acquire() -> str:
 def _past_teardown() -> str:
     """`hooks.resident.get_engine_past_teardown` as a method."""
     return as_method(
-        "hooks.resident",
+        "hooks.pool.resident",
         "get_engine_past_teardown",
         signature="async def _get_engine_past_teardown(self, model_id: str, "
         "force_lm: bool, lease: bool, runtime_settings: object | None)",

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import gate
 from omlx_admission.hooks.features import FEATURES
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.patching import gate
+from omlx_admission.hooks.patching.gate import Kind, Need
 
 #: Rows about one name; the others are about a module's own code.
 ROWS = [

@@ -19,8 +19,9 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from omlx_admission import standin
-from omlx_admission.hooks import gate, install
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks import install
+from omlx_admission.hooks.patching import gate
+from omlx_admission.hooks.pool.state import state_of
 from omlx_admission.settings import Settings
 from tests.hooks.decided import decided
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from omlx_admission.core import route_model_kinds as kinds
-from omlx_admission.hooks.pool_port import admission_refused
+from omlx_admission.hooks.pool.port import admission_refused
 
 from .conftest import House, run, settle
 from .test_leases import request_to, within

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import model_dirs, pending
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks.pool import model_dirs
+from omlx_admission.hooks.pool import pending_unloads as pending
+from omlx_admission.hooks.pool.state import state_of
 
 from . import by_hand
 from .conftest import SIZES, House, until

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from omlx_admission.hooks import ceiling
-from omlx_admission.hooks.pool_port import admission_refused
+from omlx_admission.hooks.pool import ceiling
+from omlx_admission.hooks.pool.port import admission_refused
 
 from .conftest import House, run, settle, until
 from .test_leases import request_to, within

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import dead, engines, off_loop, resident
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks.pool import dead, engines, off_loop, resident
+from omlx_admission.hooks.pool.state import state_of
 from omlx_admission.observation import observe
 
 from .conftest import SIZES, House, run, settle, until

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from omlx_admission import standin
-from omlx_admission.hooks import bodies, gate, gpu_sites, install
+from omlx_admission.hooks import install
 from omlx_admission.hooks.features import FEATURES
-from omlx_admission.hooks.gate import Kind, Need
+from omlx_admission.hooks.gpu import sites as gpu_sites
 from omlx_admission.hooks.install import State
+from omlx_admission.hooks.patching import bodies, gate
+from omlx_admission.hooks.patching.gate import Kind, Need
 from tests.hooks.drift import ALL, Edit, drifted
 
 #: Seconds; the sources of a real oMLX are ten times the stand-in's.

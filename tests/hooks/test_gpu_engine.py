@@ -17,7 +17,8 @@ import pytest
 
 from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.gpu.watch import watch
-from omlx_admission.hooks import gpu_engine, gpu_hold
+from omlx_admission.hooks.gpu import engine as gpu_engine
+from omlx_admission.hooks.gpu import hold as gpu_hold
 
 from .conftest import run
 from .gpu_rig import Gate, Model, fake_scheduler, installed

@@ -14,9 +14,11 @@ import pytest
 from omlx_admission import standin
 from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.gpu.watch import watch
-from omlx_admission.hooks import gpu_hold, gpu_jobs, gpu_sites
-from omlx_admission.hooks.gate import Source, find
+from omlx_admission.hooks.gpu import hold as gpu_hold
+from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu import sites as gpu_sites
 from omlx_admission.hooks.install import decide
+from omlx_admission.hooks.patching.gate import Source, find
 from omlx_admission.settings import Settings
 from omlx_admission.surfaces import doctor
 
@@ -348,7 +350,7 @@ class TestSteps:
         self, executor: Any, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pauses: list[None] = []
-        monkeypatch.setattr(gpu_hold, "breathe", lambda: pauses.append(None))
+        monkeypatch.setattr(gpu_hold, "yield_turn", lambda: pauses.append(None))
 
         class Model:
             layers = 3

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.gpu.turn import GpuTurn, TurnAbandoned
-from omlx_admission.hooks import gpu_hold
+from omlx_admission.hooks.gpu import hold as gpu_hold
 
 PATIENCE_S = 20.0
 OWNERS = ("x", "y")

@@ -13,7 +13,9 @@ import pytest
 from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.gpu.turn import GpuTurn
 from omlx_admission.gpu.watch import watch
-from omlx_admission.hooks import gpu_native, gpu_watch, surface_sections
+from omlx_admission.hooks.gpu import native as gpu_native
+from omlx_admission.hooks.gpu import watch as gpu_watch
+from omlx_admission.hooks.server import surface_sections
 
 from .gpu_rig import installed
 

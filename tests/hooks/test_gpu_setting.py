@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import gpu_setting
+from omlx_admission.hooks.gpu import setting as gpu_setting
 from omlx_admission.settings import Settings, load
 
 from .gpu_rig import installed

@@ -17,7 +17,7 @@ from omlx_admission.gpu.exposure_line import Versions
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
 from omlx_admission.gpu.policy.faults import GpuFault
 from omlx_admission.gpu.watch import GpuFaultError, Watch, watch
-from omlx_admission.hooks import gpu_watch
+from omlx_admission.hooks.gpu import watch as gpu_watch
 
 from .conftest import run
 from .gpu_rig import installed

@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import gate, gpu_jobs, gpu_turn, gpu_watch, install
+from omlx_admission.hooks import install
 from omlx_admission.hooks.features import FEATURES, PARTS, Part
+from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu import turn as gpu_turn
+from omlx_admission.hooks.gpu import watch as gpu_watch
 from omlx_admission.hooks.install import State
-from omlx_admission.hooks.ledger import Ledger
+from omlx_admission.hooks.patching import gate
+from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.settings import Settings
 
 POOL_METHODS = (
@@ -153,7 +157,7 @@ def test_a_failing_part_takes_everything_back(
 ) -> None:
     import omlx.engine_pool
 
-    from omlx_admission.hooks import resident
+    from omlx_admission.hooks.pool import resident
 
     one = installer()
     mocker.patch.object(resident, "apply_outer", side_effect=ZeroDivisionError)
@@ -171,7 +175,7 @@ def test_a_failing_optional_part_takes_back_what_it_has_done_itself(
     import omlx.models.embedding
     import omlx.scheduler
 
-    from omlx_admission.hooks import gpu_jobs
+    from omlx_admission.hooks.gpu import jobs as gpu_jobs
 
     kept = dict(vars(omlx.models.embedding.MLXEmbeddingModel))
     undone: list[str] = []
@@ -225,7 +229,7 @@ def test_the_reason_of_a_failure_is_no_word_about_circular_imports(
 ) -> None:
     import omlx.engine_pool
 
-    from omlx_admission.hooks import resident
+    from omlx_admission.hooks.pool import resident
 
     def outer(_module: Any, _ledger: Ledger) -> None:
         spec = importlib.machinery.ModuleSpec("omlx.half", None)

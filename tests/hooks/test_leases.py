@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from omlx_admission.core import request as requests
-from omlx_admission.hooks.pool_port import admission_refused
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks.pool.port import admission_refused
+from omlx_admission.hooks.pool.state import state_of
 
 from .conftest import House, run, settle, until
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from omlx_admission.gpu import turn as gpu_turn
-from omlx_admission.hooks import gpu_jobs, load_thread
-from omlx_admission.hooks.gate import find
+from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.patching.gate import find
+from omlx_admission.hooks.pool import load_thread
 
 from .conftest import run
 from .gpu_rig import PATIENCE_S, Gate, installed

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks.pool_port import admission_refused
+from omlx_admission.hooks.pool.port import admission_refused
 
 from .conftest import House, run, settle, until
 
@@ -122,7 +122,7 @@ def test_p1_c4_a_load_at_work_is_not_thrown_away(
     mocker: Any,
 ) -> None:
     """Whoever waited is refused, however often; whoever waits at its end is served."""
-    from omlx_admission.hooks import gpu_jobs
+    from omlx_admission.hooks.gpu import jobs as gpu_jobs
 
     elsewhere = importlib.import_module("concurrent.futures").ThreadPoolExecutor(1)
 

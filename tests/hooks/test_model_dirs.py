@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import model_dirs, unloads
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks.pool import model_dirs, unloads
+from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand
 from .conftest import SIZES, House, run, settle, until

@@ -17,7 +17,7 @@ import pytest
 
 from omlx_admission import hooks, standin
 from omlx_admission.hooks.features import FEATURES
-from omlx_admission.hooks.gate import Kind
+from omlx_admission.hooks.patching.gate import Kind
 
 #: Variables of the hooks that hold an object of oMLX: what it is. "": a module.
 HOLDERS: dict[str, tuple[str, ...]] = {
@@ -47,22 +47,22 @@ HOLDERS: dict[str, tuple[str, ...]] = {
 }
 #: Such variables that hold something of ours in one file.
 OURS = {
-    ("surfaces.py", "routes"),
-    ("model_dirs.py", "e"),
-    ("ledger.py", "e"),
-    ("ledger.py", "entry"),
-    ("ledger.py", "module"),
+    ("server/surfaces.py", "routes"),
+    ("pool/model_dirs.py", "e"),
+    ("patching/ledger.py", "e"),
+    ("patching/ledger.py", "entry"),
+    ("patching/ledger.py", "module"),
     ("install.py", "module"),
     ("features.py", "module"),
-    ("moved.py", "module"),
-    ("bodies.py", "module"),
-    ("gate.py", "module"),
+    ("patching/moved.py", "module"),
+    ("patching/bodies.py", "module"),
+    ("patching/gate.py", "module"),
 }
 #: And such that hold something of oMLX in one file only.
 THEIRS = {
-    ("gpu_watch.py", "request"): ("Request",),
-    ("pool_port.py", "errors"): ("",),
-    ("requests.py", "app"): ("FastAPI",),
+    ("gpu/watch.py", "request"): ("Request",),
+    ("pool/port.py", "errors"): ("",),
+    ("server/requests.py", "app"): ("FastAPI",),
 }
 #: Read without a need, and why.
 ALLOWED = {
@@ -74,6 +74,12 @@ ALLOWED = {
     "manager._settings": "only of a manager that `_remember` has looked at",
     "reranker.model": "set back to what it was read as, with getattr",
 }
+
+
+def _place(path: Path) -> str:
+    """Where the file is below ``hooks/``; its name elsewhere."""
+    root = Path(hooks.__file__).parent
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
 
 
 def _base(node: ast.expr) -> str:
@@ -103,8 +109,8 @@ def reads(path: Path) -> Iterator[tuple[int, str, str, tuple[str, ...]]]:
         else:
             continue
         base = _base(holder)
-        kinds = THEIRS.get((path.name, base)) or HOLDERS.get(base)
-        if name.startswith("__") or (path.name, base) in OURS:
+        kinds = THEIRS.get((_place(path), base)) or HOLDERS.get(base)
+        if name.startswith("__") or (_place(path), base) in OURS:
             continue
         if kinds is not None:
             yield node.lineno, base, name, kinds
@@ -116,12 +122,12 @@ NEEDED = {
     for need in (*feature.needs, *feature.native)
     if need.kind not in (Kind.USED, Kind.JOBS)
 }
-FILES = sorted(Path(hooks.__file__).parent.glob("*.py"))
+FILES = sorted(Path(hooks.__file__).parent.rglob("*.py"))
 
 
 def missing(path: Path) -> set[str]:
     return {
-        f"{path.name}:{line}: {base}.{name}"
+        f"{_place(path)}:{line}: {base}.{name}"
         for line, base, name, kinds in reads(path)
         if f"{base}.{name}" not in ALLOWED
         and not any((f"{kind}.{name}" if kind else name) in NEEDED for kind in kinds)
@@ -129,7 +135,7 @@ def missing(path: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", FILES, ids=_place)
 def test_what_a_hook_reads_of_omlx_is_needed_somewhere(path: Path) -> None:
     assert missing(path) == set()
 
@@ -145,12 +151,12 @@ def _private_names() -> set[str]:
     return {name for name in names if name.startswith("_") and not name.endswith("__")}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", FILES, ids=_place)
 def test_private_names_of_omlx_are_needed_whatever_holds_them(path: Path) -> None:
     theirs = _private_names()
     members = {part for name in NEEDED for part in name.split(".")}
     found = {
-        f"{path.name}:{node.lineno}: {node.attr}"
+        f"{_place(path)}:{node.lineno}: {node.attr}"
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Attribute)
         and node.attr in theirs - members
@@ -162,30 +168,30 @@ def test_private_names_of_omlx_are_needed_whatever_holds_them(path: Path) -> Non
 
 #: Read by ``getattr`` of what is not oMLX's, and names that are computed: what they are.
 NOT_THEIRS = {
-    "ceiling.py:n": "the enforcer's ways to tell, which have rows",
-    "engines.py:done": "asyncio's, of a task",
-    "gpu_engine.py:name": "KEEP_WARM, which has rows",
-    "gpu_hold.py:current": "of a thread's own values",
-    "gpu_hold.py:generation_stream": "mlx-lm's and mlx-vlm's",
-    "gpu_hold.py:name": "kinds of MLX's errors, and items of any iterator",
-    "gpu_jobs.py:name": "a model's own methods, of the libraries for speech",
-    "gpu_jobs.py:submit": "Python's, of an executor",
-    "gpu_native.py:current": "of the change that brings the turn to oMLX",
-    "gpu_setting.py:KEY": "ours, put on oMLX's settings",
-    "gpu_watch.py:tokens": "mlx-lm's",
-    "holding.py:name": "methods of the pool that have rows",
+    "pool/ceiling.py:n": "the enforcer's ways to tell, which have rows",
+    "pool/engines.py:done": "asyncio's, of a task",
+    "gpu/engine.py:name": "KEEP_WARM, which has rows",
+    "gpu/hold.py:current": "of a thread's own values",
+    "gpu/hold.py:generation_stream": "mlx-lm's and mlx-vlm's",
+    "gpu/hold.py:name": "kinds of MLX's errors, and items of any iterator",
+    "gpu/jobs.py:name": "a model's own methods, of the libraries for speech",
+    "gpu/jobs.py:submit": "Python's, of an executor",
+    "gpu/native.py:current": "of the change that brings the turn to oMLX",
+    "gpu/setting.py:KEY": "ours, put on oMLX's settings",
+    "gpu/watch.py:tokens": "mlx-lm's",
+    "pool/holding.py:name": "methods of the pool that have rows",
     "install.py:feature.field": "a setting of ours",
     "install.py:obj": "Python's, of an AttributeError",
-    "ledger.py:entry.attribute": "what a row has named",
-    "ledger.py:attribute": "what a row has named",
-    "ledger.py:part": "what a row has named",
-    "resident.py:RELEASE_TASK": "which has a row",
-    "source.py:lineno": "of a syntax tree",
-    "source.py:module": "of a syntax tree",
-    "gate.py:value": "of a syntax tree",
-    "stream_hold.py:value": "of an enumeration",
-    "surface_sections.py:observer": "of the turn, ours or the change's",
-    "phantom.py:name": "queues of a scheduler, which have rows",
+    "patching/ledger.py:entry.attribute": "what a row has named",
+    "patching/ledger.py:attribute": "what a row has named",
+    "patching/ledger.py:part": "what a row has named",
+    "pool/resident.py:RELEASE_TASK": "which has a row",
+    "patching/source.py:lineno": "of a syntax tree",
+    "patching/source.py:module": "of a syntax tree",
+    "patching/gate.py:value": "of a syntax tree",
+    "server/stream_hold.py:value": "of an enumeration",
+    "server/surface_sections.py:observer": "of the turn, ours or the change's",
+    "pool/phantom.py:name": "queues of a scheduler, which have rows",
 }
 #: Attributes of ours on objects of oMLX.
 _MARK = ("_ATTRIBUTE", "_GONE", "_self_wrapper")
@@ -228,18 +234,18 @@ def _is_dict(node: ast.expr) -> bool:
 def unstated(path: Path) -> set[str]:
     members = {name.rpartition(".")[2] for name in NEEDED}
     return {
-        f"{path.name}:{line}: {name}"
+        f"{_place(path)}:{line}: {name}"
         for line, name in guarded(path)
-        if name not in members and f"{path.name}:{name}" not in NOT_THEIRS
+        if name not in members and f"{_place(path)}:{name}" not in NOT_THEIRS
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", FILES, ids=_place)
 def test_what_a_hook_may_find_missing_is_needed_too(path: Path) -> None:
     assert unstated(path) == set()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", FILES, ids=_place)
 def test_what_a_hook_imports_from_omlx_is_needed(path: Path) -> None:
     needed = {(need.module, need.name.partition(".")[0]) for need in NEEDED.values()}
     found = {
@@ -289,7 +295,7 @@ def test_a_guarded_read_that_nobody_states_is_found(tmp_path: Path) -> None:
 
 def test_the_list_of_exceptions_holds_nothing_else() -> None:
     """What is allowed for no reason any more goes."""
-    named = {f"{path.name}:{name}" for path in FILES for _, name in guarded(path)}
+    named = {f"{_place(path)}:{name}" for path in FILES for _, name in guarded(path)}
     assert {place for place in NOT_THEIRS if place not in named} == set()
     seen = {f"{base}.{name}" for path in FILES for _, base, name, _ in reads(path)}
     assert {name for name in ALLOWED if name not in seen} == set()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import pytest
 
 from omlx_admission import standin
-from omlx_admission.hooks import gate, install
+from omlx_admission.hooks import install
 from omlx_admission.hooks.install import State
+from omlx_admission.hooks.patching import gate
 from omlx_admission.settings import Settings
 from tests.hooks.drift import ALL, Edit, drifted
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from omlx_admission.gpu import turn as gpu_turn
-from omlx_admission.hooks import off_loop
+from omlx_admission.hooks.pool import off_loop
 
 from .conftest import run, until
 from .gpu_rig import Gate, Model, fake_scheduler, installed

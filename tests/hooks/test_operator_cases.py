@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import model_dirs, unloads
-from omlx_admission.hooks.pool_port import admission_refused
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks.pool import model_dirs, unloads
+from omlx_admission.hooks.pool.port import admission_refused
+from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand
 from .conftest import SIZES, House, run, settle, until
@@ -99,7 +99,7 @@ def test_a_forced_text_load_of_a_vision_model_waits_for_its_requests(
         house = make_house(max_age_s=0.0, linger_s=0.0)
         vision = type("VLMBatchedEngine", (), {})
         mocker.patch.object(house.module, "VLMBatchedEngine", vision)
-        from omlx_admission.hooks import resident
+        from omlx_admission.hooks.pool import resident
 
         mocker.patch.object(resident, "_vlm_engine", vision)
         engine = await house.get("d")

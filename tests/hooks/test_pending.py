@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import pending
+from omlx_admission.hooks.pool import pending_unloads as pending
 
 from .conftest import House, run, settle, until
 

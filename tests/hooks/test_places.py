@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from omlx_admission.core.policy.model import places_for
-from omlx_admission.hooks.pool_port import admission_refused
+from omlx_admission.hooks.pool.port import admission_refused
 
 from .by_hand import ByHand
 from .conftest import House, run, settle

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks import resident
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks.pool import resident
+from omlx_admission.hooks.pool.state import state_of
 
 from .conftest import House, run, settle, until
 
@@ -223,7 +223,8 @@ def test_a_fault_of_ours_lets_stock_answer(
     make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
-        from omlx_admission.hooks import faults, resident
+        from omlx_admission.hooks.patching import faults
+        from omlx_admission.hooks.pool import resident
 
         house = make_house(features={"resident"})
         engine = await house.get("d", lease=False)

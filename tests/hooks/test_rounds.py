@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand, unload
 from .conftest import House, run

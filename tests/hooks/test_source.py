@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks import bodies as write
-from omlx_admission.hooks import bodies, gate
 from omlx_admission.hooks.features import FEATURES
-from omlx_admission.hooks.gate import Kind, Need
-from omlx_admission.hooks.source import Module, is_one_of
+from omlx_admission.hooks.patching import bodies, gate
+from omlx_admission.hooks.patching.gate import Kind, Need
+from omlx_admission.hooks.patching.source import Module, is_one_of
 
 
 @pytest.mark.parametrize(

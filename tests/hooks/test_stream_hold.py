@@ -16,8 +16,10 @@ from pydantic import BaseModel
 from omlx_admission.core import request as requests
 from omlx_admission.core import stream_hold as runtime
 from omlx_admission.core.cut import Cut
-from omlx_admission.hooks import gate, install, stream_hold
+from omlx_admission.hooks import install
 from omlx_admission.hooks.install import State
+from omlx_admission.hooks.patching import gate
+from omlx_admission.hooks.server import stream_hold
 from omlx_admission.settings import Settings
 
 ALL = ("openai_chat", "openai_completion", "anthropic", "openai_responses")

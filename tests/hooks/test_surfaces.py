@@ -12,7 +12,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from omlx_admission.hooks import install, surfaces
+from omlx_admission.hooks import install
+from omlx_admission.hooks.server import surfaces
 from omlx_admission.observation import observe
 from omlx_admission.observation.observe import Observer
 from omlx_admission.settings import Settings
@@ -211,7 +212,7 @@ def wanted(**values: Any) -> Any:
 
 
 def test_the_routes_come_first_and_go_again(seen: Observer) -> None:
-    from omlx_admission.hooks.ledger import Ledger
+    from omlx_admission.hooks.patching.ledger import Ledger
 
     module, ledger = fake_server(), Ledger()
     surfaces.apply_server(module, ledger, wanted(stuck_s=7.0, max_wait_s=40.0))
@@ -236,8 +237,8 @@ def test_the_routes_come_first_and_go_again(seen: Observer) -> None:
 def test_routes_that_cannot_be_added_cost_nothing_else(
     seen: Observer, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from omlx_admission.hooks import faults
-    from omlx_admission.hooks.ledger import Ledger
+    from omlx_admission.hooks.patching import faults
+    from omlx_admission.hooks.patching.ledger import Ledger
     from omlx_admission.surfaces import routes
 
     mocker.patch.object(faults, "_noted", set())
@@ -284,7 +285,7 @@ def test_a_turn_that_hangs_is_told_without_its_stack(
     seen: Observer, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     from omlx_admission.gpu import turn as gpu_turn
-    from omlx_admission.hooks import surface_sections
+    from omlx_admission.hooks.server import surface_sections
 
     now = 100.0
     turn = gpu_turn.GpuTurn(stuck_s=60.0, clock=lambda: now)

@@ -11,9 +11,10 @@ import pytest
 
 from omlx_admission.core import quiesce as leave
 from omlx_admission.core import request as requests
-from omlx_admission.hooks import faults, unloads
-from omlx_admission.hooks.pool_port import admission_refused
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks.patching import faults
+from omlx_admission.hooks.pool import unloads
+from omlx_admission.hooks.pool.port import admission_refused
+from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand, unload
 from .conftest import House, run, settle, until

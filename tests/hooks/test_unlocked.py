@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks.pool_state import state_of
+from omlx_admission.hooks.pool.state import state_of
 
 from .conftest import House, run, settle, until
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from omlx_admission import standin
-from omlx_admission.hooks import faults
+from omlx_admission.hooks.patching import faults
 from omlx_admission.standin import tinymodels
 from omlx_admission.surfaces.demo.client import Client
 from omlx_admission.surfaces.demo.server import Server

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from omlx_admission import standin
-from omlx_admission.hooks import bodies, gate
+from omlx_admission.hooks.patching import bodies, gate
 from omlx_admission.surfaces import cli
 from tests.hooks.drift import Edit, drifted
 

@@ -1,7 +1,7 @@
 """Prints what the names in ``OMLX_NAMES`` are in the imported oMLX.
 
 ``[["omlx.module", "Class.member"], ...]`` in, ``{"omlx.module:Class.member": {"kind": ...}}``
-out, in the words of `omlx_admission.hooks.needs`; a class has its bases, a function its
+out, in the words of `hooks.patching.needs`; a class has its bases, a function its
 parameters, those by keyword only after a ``*``. What is missing is left out.
 """
 

@@ -1,0 +1,1 @@
+"""The GPU: one engine at a time, and what goes wrong on it."""

@@ -1,0 +1,263 @@
+"""What a request holds: leases that its route took, and those that we keep for it.
+
+Stock leases some hand-outs and leaves others unprotected: speech, load routes and
+benchmarks are handed an engine that anybody may evict before its first use (B12).
+Such a hand-out is leased here until its request ends; a job that a request began
+(a benchmark) keeps its own until its task ends.
+
+Who holds a model must not wait for itself. So a second question of the same request
+for the same engine is answered at once, even while that model drains (``/v1/embeddings``
+asks again after its 200 is out), and the queue is told which models are in use by the
+very request that asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from omlx_admission.core import request as requests
+from omlx_admission.core.held_models import NO_MODELS, HeldModels
+from omlx_admission.hooks.patching import faults
+from omlx_admission.hooks.patching.gate import Kind, Need
+from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.pool.engines import lives
+
+_keeping = False
+
+
+class Kept:
+    """A lease that nobody asked for; given back once, however often it is let go."""
+
+    __slots__ = ("_give_back", "_task")
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+        self._task = asyncio.current_task()
+
+    def __bool__(self) -> bool:
+        return self._give_back is not None
+
+    def let_go(self, *_: object) -> None:
+        """Give the lease back, if that has not happened yet."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    def request_ended(self) -> None:
+        """Let go, unless a task that outlives the request was handed the engine."""
+        task = self._task
+        if task is None or task.done() or task is asyncio.current_task():
+            self.let_go()
+        else:
+            task.add_done_callback(self.let_go)
+
+    def job_began(self) -> None:
+        """The request has ended already: its job holds the engine as long as it runs."""
+        if self._task is None:
+            self.let_go()
+        else:
+            self._task.add_done_callback(self.let_go)
+
+
+@dataclass(slots=True)
+class Holding:
+    """One model as it was handed to its holder.
+
+    Attributes:
+        engine: a weak reference; an engine that the pool lets go must not live on here.
+        leased: leases that the route took and has not released yet.
+        kept: leases that we keep for it.
+        lapsed: leases that the route took on an engine that the model has no more.
+    """
+
+    engine: Callable[[], Any]
+    force_lm: bool
+    settings: object | None
+    leased: int = 0
+    kept: list[Kept] = field(default_factory=list)
+    lapsed: int = 0
+
+
+def no_engine() -> None:
+    """The engine of a lease that does not count any more."""
+
+
+def note(
+    engine: Any, model_id: str, lease: bool, force_lm: bool, settings: object | None
+) -> bool:
+    """Remember what the current request was handed, and whether it leased it itself.
+
+    False where there is no request to remember it.
+    """
+    request = requests.current.get()
+    if request is None:
+        return False
+    # Whatever was refused before, this is what the route goes on with.
+    request.refusal = None
+    holding = request.handed.get(model_id)
+    if holding is None or holding.engine() is not engine:
+        try:
+            reference: Callable[[], Any] = weakref.ref(engine)
+        except TypeError:
+            return False
+        left, lapsed = [], 0
+        if holding is not None:
+            left, lapsed = holding.kept, holding.leased + holding.lapsed
+        holding = request.handed[model_id] = Holding(
+            reference, force_lm, settings, kept=left, lapsed=lapsed
+        )
+    if lease:
+        holding.leased += 1
+    return True
+
+
+def released(model_id: str) -> Callable[[], Any] | None:
+    """The current request released a lease that its route had taken.
+
+    Returns a reference to the engine that it was taken on, None where nothing is known.
+    """
+    request = requests.current.get()
+    holding = request.handed.get(model_id) if request is not None else None
+    if holding is not None and holding.lapsed:
+        holding.lapsed -= 1
+        return no_engine
+    if holding is None or holding.leased <= 0:
+        return None
+    holding.leased -= 1
+    held: Callable[[], Any] = holding.engine
+    return held
+
+
+def keep(model_id: str, give_back: Callable[[], None]) -> None:
+    """Pass a lease that the caller did not ask for to its request, or give it back."""
+    request = requests.current.get()
+    if not _keeping or request is None:
+        give_back()
+        return
+    kept = Kept(give_back)
+    holding = request.handed.get(model_id)
+    if holding is not None:
+        holding.kept.append(kept)
+    if request.ended:
+        kept.job_began()
+    else:
+        request.at_end(kept.request_ended)
+
+
+def keeping() -> bool:
+    """Whether an unleased hand-out would be kept for the current caller."""
+    return _keeping and requests.current.get() is not None
+
+
+def let_go(model_id: str) -> None:
+    """Give back what is kept for the current request of this model.
+
+    Called where the holder itself says that it needs the model no more: it unloads it,
+    or wants it in another variant.
+    """
+    request = requests.current.get()
+    holding = request.handed.get(model_id) if request is not None else None
+    if holding is not None:
+        while holding.kept:
+            holding.kept.pop().let_go()
+
+
+def held_engine(
+    entry: Any, model_id: str, force_lm: bool, settings: object | None, unloading: bool
+) -> Any:
+    """The engine that the current request holds and asks for again, or None.
+
+    It is in use until this request ends, whatever is decided about it meanwhile: to
+    wait for its drain would be to wait for oneself.
+    """
+    request = requests.current.get()
+    holding = request.handed.get(model_id) if request is not None else None
+    if holding is None or not (holding.leased or holding.kept) or unloading:
+        return None
+    if entry is None or entry.engine is None or entry.is_loading or entry.in_use <= 0:
+        return None
+    if not lives(entry.engine):
+        return None
+    same = holding.force_lm == force_lm and holding.settings == settings
+    return entry.engine if same and holding.engine() is entry.engine else None
+
+
+def holds(request: requests.Request, model_id: str, engine: Any) -> bool:
+    """Whether ``request`` was handed ``engine`` and has not given it back."""
+    held: Holding | None = request.handed.get(model_id)
+    return held is not None and held.engine() is engine and bool(held.leased or held.kept)
+
+
+def leases(holding: Holding) -> int:
+    """How many leases on its engine one request holds."""
+    return holding.leased + sum(1 for lease in holding.kept if lease)
+
+
+def own(model_id: str) -> HeldModels:
+    """What the current request holds while it asks for ``model_id``, for the queue."""
+    request = requests.current.get()
+    if request is None or not request.handed:
+        return NO_MODELS
+    leased = frozenset(m for m, h in request.handed.items() if h.leased)
+    kept = frozenset(m for m, h in request.handed.items() if h.kept) - leased
+    if not leased and not kept:
+        return NO_MODELS
+
+    def hand_back() -> None:
+        for model in kept:
+            for lease in request.handed[model].kept:
+                lease.let_go()
+            request.handed[model].kept.clear()
+
+    return HeldModels(leased, kept, hand_back)
+
+
+#: Methods of the pool by which whoever calls them says that a model may go. Stock does
+#: not lease the caller's own engine, so to the caller it is not busy.
+_UNLOADS = (
+    "_unload_engine",
+    "prepare_cluster_reload",
+    "request_unload",
+    "unload_if_idle_unpinned",
+)
+
+
+#: They are wrapped by a coroutine function, on the releases that have them.
+NEEDS = tuple(
+    Need("omlx.engine_pool", f"EnginePool.{name}", Kind.ASYNC, ("model_id",), optional=True)
+    for name in _UNLOADS
+    if name != "_unload_engine"
+)
+
+
+async def unload_by_holder(wrapped: Any, _pool: Any, args: Any, kwargs: Any) -> Any:
+    """Let go of what is kept for the very caller that wants the model unloaded."""
+    try:
+        let_go(args[0] if args else kwargs["model_id"])
+    except Exception as error:  # noqa: BLE001 - the unload itself is stock's
+        faults.note("letting go of a model", error)
+    return await wrapped(*args, **kwargs)
+
+
+def apply(module: Any, ledger: Ledger) -> None:
+    """Switch :func:`keep` on; it acts within the resident path and the queue."""
+    for name in _UNLOADS:
+        method = vars(module.EnginePool).get(name)
+        # More than one feature keeps what it hands out.
+        if (
+            method is not None
+            and getattr(method, "_self_wrapper", None) is not unload_by_holder
+        ):
+            ledger.wrap(module, f"EnginePool.{name}", unload_by_holder)
+    global _keeping
+    _keeping = True
+
+    def off() -> None:
+        global _keeping
+        _keeping = False
+
+    ledger.on_undo(off)

@@ -1,0 +1,397 @@
+"""The admission queue in front of ``get_engine``: everything that is not simply resident."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+from typing import Any
+
+from omlx_admission.core import request as requests
+from omlx_admission.core import route_model_kinds as kinds
+from omlx_admission.core.footprint import settled
+from omlx_admission.core.port import Ask
+from omlx_admission.core.queue import Admission, QueueBroken
+from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.patching import faults
+from omlx_admission.hooks.patching.gate import Kind, Need
+from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.pool import (
+    books,
+    exceptions,
+    holding,
+    loads,
+    places,
+    resident,
+    stalled,
+)
+from omlx_admission.hooks.pool import pending_unloads as pending
+from omlx_admission.hooks.pool.port import (
+    VIEW_NEEDS,
+    OmlxPool,
+    admission_refused,
+    is_busy,
+    load_at_hand,
+    planned_victims,
+)
+from omlx_admission.hooks.pool.state import PoolState, state_of, unloading_models
+from omlx_admission.hooks.server import errors
+from omlx_admission.observation import observe
+from omlx_admission.settings import Settings
+
+logger = logging.getLogger("omlx.admission")
+
+POOL = resident.POOL
+SERVER = "omlx.server"
+UVICORN = "uvicorn.server"
+
+NEEDS = (
+    resident.GET_ENGINE,
+    resident.UNLOAD,
+    resident.CLASS,
+    resident.ENTRIES,
+    resident.LOCK,
+    *VIEW_NEEDS,
+    Need(POOL, "EnginePool._settings_manager", Kind.VALUE),
+    Need("omlx.model_settings", "ModelSettingsManager.get_settings", Kind.SYNC, ("model_id",)),
+    Need(POOL, "EnginePool._find_lru_victim", Kind.SYNC, returns=("str | None",)),
+    Need(POOL, "_find_lru_victim", Kind.USED),
+    Need(POOL, "EnginePool._load_engine", Kind.ASYNC),
+    # Whose jobs tell whether a load is at work.
+    gpu_jobs.EXECUTOR,
+    Need(POOL, "VLMBatchedEngine", Kind.NAME),
+    Need(
+        POOL,
+        "EnginePool._entry_runtime_resident_size",
+        Kind.SYNC,
+        ("entry", "runtime_settings", "*", "base_size"),
+        returns=("int",),
+        optional=True,
+    ),
+    Need(
+        POOL,
+        "EnginePool._distributed_deployment_for_entry",
+        Kind.SYNC,
+        ("entry",),
+        optional=True,
+    ),
+    Need(
+        POOL,
+        "EnginePool._ceiling_binding_and_advice",
+        Kind.SYNC,
+        ("*", "ceiling", "current", "tail"),
+        returns=("tuple[str | None, str | None]", "tuple[str, str]"),
+        optional=True,
+    ),
+    *resident.RELEASE,
+    *resident.SERVED,
+    Need(POOL, "EnginePool.shutdown", Kind.ASYNC),
+    Need(POOL, "EnginePool.discover_models", Kind.SYNC),
+    Need(
+        POOL,
+        "EnginePool._mark_pending_unload_locked",
+        Kind.SYNC,
+        ("model_id", "reason"),
+        returns=("bool",),
+    ),
+    resident.SIGNATURE,
+    resident.VALIDATE,
+    *holding.NEEDS,
+    *stalled.NEEDS,
+    Need(POOL, "EnginePool._raise_if_load_failed", Kind.SYNC, ("model_id", "entry")),
+    Need(
+        POOL,
+        "EnginePool._raise_if_model_path_missing_locked",
+        Kind.SYNC,
+        ("model_id", "entry"),
+    ),
+    *resident.ENTRY,
+    *pending.NEEDS,
+    *loads.NEEDS,
+    *places.NEEDS,
+    Need(POOL, "EngineEntry.engine_type", Kind.VALUE),
+    Need(POOL, "EngineEntry.model_id", Kind.VALUE, types=("str",)),
+    Need(POOL, "EngineEntry.text_only_size", Kind.VALUE, types=("int",), optional=True),
+    Need(
+        POOL,
+        "EngineEntry.runtime_estimated_size",
+        Kind.VALUE,
+        types=("int | None",),
+        optional=True,
+    ),
+    Need(POOL, "EngineEntry.model_path", Kind.VALUE, types=("str",)),
+    *exceptions.RAISED,
+    # What stock says by these is what the queue waits for.
+    Need(POOL, "InsufficientMemoryError", Kind.USED),
+    Need(POOL, "ModelBusyError", Kind.USED),
+)
+
+
+#: Present where oMLX has the queue itself.
+NATIVE = (
+    Need("omlx.admission.queue", "Admission", Kind.CLASS),
+    Need(POOL, "EnginePool._admission", Kind.VALUE),
+)
+
+
+class QueueHooks:
+    """The wrappers; they share the settings and the pool's module."""
+
+    def __init__(self, module: Any, settings: Settings) -> None:
+        self._module = module
+        self._settings = settings
+
+    async def get_engine(self, wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """Queue the call unless its model is resident and serves."""
+        model_id, force_lm, lease, runtime_settings = resident.arguments(*args, **kwargs)
+        state = state_of(pool)
+        held = resident.held_engine(pool, state, model_id, force_lm, runtime_settings)
+        if held is not None:
+            # Only where the resident path is off.
+            resident.hand_out(pool, state, model_id, lease, force_lm, runtime_settings)
+            return held
+        try:
+            admission = state.admission or self._open(pool, state, wrapped)
+            port = admission.port
+            assert isinstance(port, OmlxPool)
+            if (
+                model_id not in admission.gated
+                and resident.ready_engine(pool, state, model_id, force_lm, runtime_settings)
+                and not (lease and places.is_taken(pool, state, model_id))
+            ):
+                # Only where the resident path is off: stock hands it out, locked.
+                ask = None
+            else:
+                ask = self._ask(port, model_id, force_lm, runtime_settings, lease)
+        except Exception as error:
+            if faults.is_omlx(error):
+                self._remember(pool, error)
+                raise
+            faults.note("the admission queue", error)
+            ask = None
+        if ask is not None:
+            self._refuse_wrong_kind(pool, model_id)
+            try:
+                engine = await admission.acquire(ask)
+            except QueueBroken:
+                ask = None
+            except Exception as error:
+                request = requests.active()
+                if request is not None and request.refusal is None:
+                    self._remember(pool, error)
+                raise
+        if ask is None:
+            engine = await wrapped(*args, **kwargs)
+        books.note(state, engine, model_id, lease, force_lm, runtime_settings)
+        if not lease:
+            if ask is None:
+                resident.keep_unleased(pool, model_id)
+            else:
+                resident.keep_lease(pool, model_id)
+        return engine
+
+    def _remember(self, pool: Any, error: Exception) -> None:
+        if self._settings.errors:
+            errors.remember(pool, error)
+
+    def _refuse_wrong_kind(self, pool: Any, model_id: str) -> None:
+        """Load nothing, and evict nobody, for a route that this kind cannot serve."""
+        request = requests.active()
+        if request is None or not self._settings.errors:
+            return
+        try:
+            refusal = kinds.refusal(request.path, pool._entries.get(model_id))
+        except Exception as error:  # noqa: BLE001 - the route will say it, after the load
+            faults.note("the kinds of models", error)
+            return
+        if refusal is not None:
+            request.refusal = refusal
+            raise admission_refused()(refusal)
+
+    def _open(self, pool: Any, state: PoolState, wrapped: Any) -> Admission:
+        port = OmlxPool(pool, self._module, wrapped)
+        state.admission = Admission(port, self._settings, events=observe.observer)
+        return state.admission
+
+    @staticmethod
+    def _ask(
+        port: OmlxPool,
+        model_id: str,
+        force_lm: bool,
+        runtime_settings: object | None,
+        lease: bool,
+    ) -> Ask:
+        """The question to the queue. Always with a lease: whoever wanted none gives it back
+        where that cannot come between the hand-out and the first use. A text engine is
+        leased by all that want it to generate: who does not want a lease needs no place."""
+        port.raise_if_unavailable(model_id)
+        arguments: dict[str, Any] = {"model_id": model_id}
+        if force_lm:
+            arguments["force_lm"] = force_lm
+        if runtime_settings is not None:
+            arguments["runtime_settings"] = runtime_settings
+        return Ask(
+            port.target(model_id, force_lm, runtime_settings),
+            port.size(arguments),
+            arguments,
+            holding.own(model_id),
+            unpaced=not lease,
+        )
+
+    @staticmethod
+    async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """Only where the resident path is off: tell the queue after stock's release."""
+        model_id = args[0] if args else kwargs["model_id"]
+        held = holding.released(model_id)
+        try:
+            if books.counts(pool, model_id, held):
+                return await wrapped(*args, **kwargs)
+        finally:
+            admission = state_of(pool).admission
+            if admission is not None:
+                admission.released(model_id)
+
+    @staticmethod
+    async def load(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """Note what the load has on its thread, and tell the queue when it ends.
+
+        It may be a load that the queue did not start itself.
+        """
+        model = args[0] if args else kwargs["model_id"]
+        books.engine_gone(pool, model)
+        state = state_of(pool)
+        port = state.admission.port if state.admission is not None else None
+        work = None
+        try:
+            if isinstance(port, OmlxPool):
+                work = port.work_of(model)
+        except Exception as error:  # noqa: BLE001 - then nobody judges this load
+            faults.note("the watch of a load", error)
+        try:
+            with work or contextlib.nullcontext():
+                return await wrapped(*args, **kwargs)
+        finally:
+            state.changed()
+
+    @staticmethod
+    async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """Only where the resident path is off or native: tell the queue of an unload."""
+        try:
+            return await wrapped(*args, **kwargs)
+        finally:
+            books.engine_gone(pool, args[0] if args else kwargs["model_id"])
+            state_of(pool).changed()
+
+    @staticmethod
+    async def evict(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """After an eviction for a load of ours, wait until the footprint shows it (P5).
+
+        Within stock's own call, which believes the committed bytes after an eviction; a
+        later call would trust the footprint, and so do the guards of prompts.
+        """
+        load, before = load_at_hand(), None
+        try:
+            before = load.read() if load is not None else None
+        except Exception as error:  # noqa: BLE001 - the eviction goes on
+            faults.note("the reading of the footprint", error)
+        answer = await wrapped(*args, **kwargs)
+        if load is not None and before is not None:
+            try:
+                if not await settled(before, load.read):
+                    logger.info("admission: the footprint still counts what has left")
+            except Exception as error:  # noqa: BLE001 - the load goes on
+                faults.note("the reading of the footprint", error)
+        return answer
+
+    @staticmethod
+    def find_victim(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """Offer the planned victims first; synchronous and free of side effects.
+
+        The enforcer calls this too; its task has no plan, so it gets stock's answer.
+        """
+        load = load_at_hand()
+        if load is not None and not load.has_a_chance():
+            return None  # the ceiling fell meanwhile: nobody leaves for nothing
+        for victim in planned_victims.get():
+            entry = pool._entries.get(victim)
+            if (
+                entry is not None
+                and entry.engine is not None
+                and not is_busy(entry)
+                and not entry.is_pinned
+                and victim not in unloading_models(pool)
+            ):
+                return victim
+        return wrapped(*args, **kwargs)
+
+    @staticmethod
+    def discover(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """A rescan may remove a model that somebody waits for, but not one that loads.
+
+        Until 0.5.2 stock replaces the entry that a load is writing into, and its engine
+        is lost with the memory it holds (B19).
+        """
+        loading = {m: entry for m, entry in pool._entries.items() if entry.is_loading}
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            pool._entries.update(loading)
+            state_of(pool).changed()
+
+    @staticmethod
+    async def shutdown(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        """End every wait before the engines go."""
+        admission = state_of(pool).admission
+        if admission is not None:
+            admission.shut_down()
+        return await wrapped(*args, **kwargs)
+
+
+async def server_shutdown(wrapped: Any, server: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse who waits before the server waits for open connections, which they are."""
+    try:
+        pool = getattr(
+            getattr(sys.modules.get(SERVER), "_server_state", None), "engine_pool", None
+        )
+        admission = state_of(pool).admission if pool is not None else None
+        if admission is not None:
+            admission.shut_down()
+    except Exception as error:  # noqa: BLE001 - the server must end whatever we do
+        faults.note("the end of the queue", error)
+    return await wrapped(*args, **kwargs)
+
+
+def _count_waits(ledger: Ledger) -> None:
+    """A request that did not wait is told so from now on."""
+    requests.queueing = True
+
+    def off() -> None:
+        requests.queueing = False
+
+    ledger.on_undo(off)
+
+
+def apply_uvicorn(module: Any, ledger: Ledger) -> None:
+    """Wrap the shutdown of the HTTP server that oMLX runs in."""
+    if inspect.iscoroutinefunction(getattr(module.Server, "shutdown", None)):
+        ledger.wrap(module, "Server.shutdown", server_shutdown)
+
+
+def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) -> None:
+    """Wrap the pool. With the resident path on, release and unload tell the queue already."""
+    hooks = QueueHooks(module, settings)
+    places.apply(ledger)
+    _count_waits(ledger)
+    ledger.wrap(module, "EnginePool.get_engine", hooks.get_engine)
+    ledger.wrap(module, "EnginePool._load_engine", hooks.load)
+    ledger.wrap(module, "EnginePool._unload_engine", hooks.evict)
+    ledger.wrap(module, "EnginePool._find_lru_victim", hooks.find_victim)
+    ledger.wrap(module, "EnginePool._mark_pending_unload_locked", pending.mark)
+    ledger.wrap(module, "EnginePool.discover_models", hooks.discover)
+    ledger.wrap(module, "EnginePool.shutdown", hooks.shutdown)
+    ledger.on_undo(gpu_jobs.executors.let_go)
+    loads.apply(module, ledger)
+    if not with_resident:
+        ledger.wrap(module, f"EnginePool.{resident.release_name(module)}", hooks.release)
+        ledger.wrap(module, "EnginePool._unload_engine", hooks.unload)

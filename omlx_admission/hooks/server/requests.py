@@ -1,0 +1,30 @@
+"""The middleware that the queue, the answers and the leases all stand on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omlx_admission.core.request import RequestMiddleware
+from omlx_admission.hooks.patching.gate import Kind, Need
+from omlx_admission.hooks.patching.ledger import Ledger
+
+SERVER = "omlx.server"
+
+NEEDS = (Need(SERVER, "app", Kind.VALUE),)
+
+
+def apply(module: Any, ledger: Ledger) -> None:
+    """Put the middleware into the application, whose stack is not built yet.
+
+    Raises:
+        RuntimeError: the application is running already.
+    """
+    app = module.app
+    app.add_middleware(RequestMiddleware)
+
+    def remove() -> None:
+        app.user_middleware[:] = [
+            m for m in app.user_middleware if m.cls is not RequestMiddleware
+        ]
+
+    ledger.on_undo(remove)
