@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from omlx_admission import standin
+import standin
 from omlx_admission.hooks.features import FEATURES
 from omlx_admission.hooks.patching import bodies, gate
 

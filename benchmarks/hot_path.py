@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import standin
 from benchmarks.arguments import checkout
-from omlx_admission import _startup, standin
+from omlx_admission import _startup
 from omlx_admission.hooks import install
 from omlx_admission.settings import Settings
 

@@ -30,12 +30,13 @@ from typing import Any
 
 import mlx.core as mx
 
+import standin
 from benchmarks.arguments import checkout
-from omlx_admission import _startup, standin
+from omlx_admission import _startup
 from omlx_admission.hooks import install
 from omlx_admission.hooks.pool import load_thread
 from omlx_admission.settings import Settings
-from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo import tinymodels
 
 MODULES = ("omlx.engine_core", "omlx.engine_pool", "omlx.engine.batched", "omlx.engine.vlm")
 KINDS = ("text", "embedder", "reranker")

@@ -19,11 +19,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import standin
 from benchmarks.arguments import checkout
 from benchmarks.probed_server import ProbedServer, histogram, spread
 from benchmarks.worker import embed
-from omlx_admission import standin
-from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Client
 
 _EDGES = (0.005, 0.02, 0.05, 0.1, 0.5, 1.0)

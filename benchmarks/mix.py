@@ -31,7 +31,7 @@ import httpx
 
 from benchmarks.outcome import FAILING, NEVER, NORMAL, Record, judge, overtaken
 from omlx_admission.hooks.patching import faults
-from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import LOCAL
 from omlx_admission.surfaces.demo.server import Server
 

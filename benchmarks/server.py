@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import standin
 from benchmarks.arguments import checkout
 from benchmarks.table import Row, render
-from omlx_admission import standin
-from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 

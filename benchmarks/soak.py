@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import standin
 from benchmarks import mix
 from benchmarks.arguments import checkout
-from omlx_admission import standin
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,10 +24,10 @@ import anthropic
 import httpx
 import openai
 
+import standin
 from benchmarks.arguments import checkout
 from benchmarks.server import models
 from benchmarks.table import Row, render
-from omlx_admission import standin
 from omlx_admission.surfaces.demo.client import LOCAL
 from omlx_admission.surfaces.demo.server import Server
 

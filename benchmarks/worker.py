@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import standin
 from benchmarks.arguments import checkout
 from benchmarks.probed_server import ProbedServer, histogram, spread
-from omlx_admission import standin
-from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
 
 _EDGES = (0.05, 0.2, 0.5, 1.0, 2.0, 4.0)

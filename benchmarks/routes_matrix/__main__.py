@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import standin
 from benchmarks.arguments import checkout
 from benchmarks.routes_matrix.outcomes import OUTCOMES, Outcome
 from benchmarks.routes_matrix.routes import BROKEN, KEY, MEMORY_GB, Reply, make_models
 from benchmarks.routes_matrix.table import problems, render
-from omlx_admission import standin
 from omlx_admission.surfaces.demo.server import Server
 
 #: Seconds of a load.

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import LOCAL
 
 #: Bytes counted by oMLX. The guard stands at 2.7 GiB: one of these fits, not two.

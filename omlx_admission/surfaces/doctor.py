@@ -10,10 +10,11 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from omlx_admission import __version__, standin
+from omlx_admission import __version__
 from omlx_admission.hooks.install import Report, State, Verdict, decide
 from omlx_admission.hooks.patching import gate
 from omlx_admission.surfaces.cli import CommandError
+from omlx_admission.surfaces.demo import STANDIN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +138,11 @@ def _never_run(report: Report, source: gate.Source | None) -> list[str]:
 
     Those of the stand-in are its own, and every test runs them.
     """
-    if source is None or report.found is None or report.found.root.parent == standin.PATH:
+    if (
+        source is None
+        or report.found is None
+        or report.found.root.resolve() == STANDIN / "omlx"
+    ):
         return []
     return source.never_run()
 

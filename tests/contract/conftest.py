@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from omlx_admission import standin
+import standin
 
 PROBES = Path(__file__).parent / "probes"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.standin.tinymodels import make_embedder, make_text_model
+from omlx_admission.surfaces.demo.tinymodels import make_embedder, make_text_model
 
 STORIES: list[tuple[str, str, Any]] = [
     (

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from omlx_admission.standin.serving import serve
-from omlx_admission.standin.tinymodels import make_embedder, make_text_model
+from omlx_admission.surfaces.demo.tinymodels import make_embedder, make_text_model
+from standin.serving import serve
 
 GUARD_GB = 2.7
 COUNTED = 1_800_000_000

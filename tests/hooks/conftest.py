@@ -18,7 +18,7 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from omlx_admission import standin
+import standin
 from omlx_admission.hooks import install
 from omlx_admission.hooks.patching import gate
 from omlx_admission.hooks.pool.state import state_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from omlx_admission import standin
+import standin
 from omlx_admission.hooks import install
 from omlx_admission.hooks.features import FEATURES
 from omlx_admission.hooks.gpu import sites as gpu_sites

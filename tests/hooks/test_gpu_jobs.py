@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission import standin
+import standin
 from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.gpu.watch import watch
 from omlx_admission.hooks.gpu import hold as gpu_hold

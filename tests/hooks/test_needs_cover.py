@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from omlx_admission import hooks, standin
+import standin
+from omlx_admission import hooks
 from omlx_admission.hooks.features import FEATURES
 from omlx_admission.hooks.patching.gate import Kind
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from omlx_admission import standin
+import standin
 from omlx_admission.hooks import install
 from omlx_admission.hooks.install import State
 from omlx_admission.hooks.patching import gate

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from omlx_admission import standin
+import standin
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +83,30 @@ report = install.current()
 states = {{v.feature.name: v.state.value for v in report.verdicts}} if report else None
 print(json.dumps(states))
 """
+
+
+def test_the_wheel_holds_the_package_and_the_switch_alone(wheel: Path) -> None:
+    """No stand-in, no tests: nothing that a user could import by mistake."""
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    info = {top for top in tops if top.endswith(".dist-info")}
+    assert tops - info == {"omlx_admission", "omlx_admission.pth", "omlx_admission.start"}
+    assert "omlx_admission/surfaces/demo/__init__.py" in names
+    assert not [name for name in names if "standin" in name or "/omlx/" in name]
+
+
+def test_the_demo_without_an_omlx_says_what_it_needs(environment: Environment) -> None:
+    done = subprocess.run(
+        [str(environment.python.with_name("omlx-admission")), "demo"],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "has no oMLX: name one with --omlx-src, or run the demo from a checkout" in line
 
 
 def test_the_switch_lies_at_the_top_of_site_packages(environment: Environment) -> None:

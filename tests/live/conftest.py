@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from omlx_admission import standin
+import standin
 from omlx_admission.hooks.patching import faults
-from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Client
 from omlx_admission.surfaces.demo.server import Server
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 

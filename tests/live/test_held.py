@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.server import variables_for
 
 from .conftest import Omlx

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.probed_server import ProbedServer
-from omlx_admission.standin import tinymodels
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Client
 
 from .conftest import Omlx

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission import standin
+import standin
 from omlx_admission.surfaces.demo.server import Server
 
 from .conftest import Omlx

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import standin
 from benchmarks import active, known_differences
 from benchmarks.known_differences import NAMED, Counts, Release, named_for, read
-from omlx_admission import standin
 
 KEPT, LOST, UP = "test_pool::TestLease::test_kept", "test_pool::TestLease::test_lost", "test_up"
 

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from omlx_admission.standin.serving import Server, serve
-from omlx_admission.standin.tinymodels import (
+from omlx_admission.surfaces.demo.tinymodels import (
     make_audio_model,
     make_embedder,
     make_text_model,
 )
+from standin.serving import Server, serve
 
 KEY = "sesame"
 COUNTED = 1_800_000_000

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from omlx_admission.standin.tinymodels import make_embedder, make_reranker, make_text_model
+from omlx_admission.surfaces.demo.tinymodels import (
+    make_embedder,
+    make_reranker,
+    make_text_model,
+)
 
 
 def counted(folder: Path) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from omlx_admission import standin
+import standin
 from omlx_admission.surfaces import cli
 from omlx_admission.surfaces.demo import runs
 from omlx_admission.surfaces.demo.server import Server

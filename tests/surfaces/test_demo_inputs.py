@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from omlx_admission import standin
+import standin
 from omlx_admission.surfaces import cli, demo
 from omlx_admission.surfaces.cli import CommandError
 from omlx_admission.surfaces.demo import probe, target
@@ -144,6 +144,19 @@ def test_the_stand_in_is_taken_where_there_is_no_omlx(
     assert chosen.standin
     assert chosen.refused == ()
     assert chosen.label.startswith("the stand-in, shaped like oMLX 0.6.3rc2")
+
+
+def test_without_an_omlx_or_a_checkout_it_says_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a wheel, which has no stand-in: asked first, and again of a half oMLX."""
+    monkeypatch.setattr(demo, "STANDIN", tmp_path / "none")
+    monkeypatch.setattr(demo, "_has_omlx", lambda: False)
+    assert "has no oMLX: name one with --omlx-src, or run" in _one_line(capsys)
+    pytest.importorskip("mlx_lm")
+    monkeypatch.setattr(target, "_probe", _without_own_omlx(target._probe))
+    with pytest.raises(CommandError, match="has no oMLX"):
+        target.find(None, None, tmp_path)
 
 
 def _without_own_omlx(ask):  # type: ignore[no-untyped-def]

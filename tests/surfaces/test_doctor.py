@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission import standin
+import standin
 from omlx_admission.hooks.patching import bodies, gate
 from omlx_admission.surfaces import cli
 from tests.hooks.drift import Edit, drifted

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from omlx_admission import standin
-from omlx_admission.standin import tinymodels
+import standin
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import LOCAL, Client
 from omlx_admission.surfaces.demo.server import Server, free_port
 

@@ -20,9 +20,9 @@ import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from omlx_admission import standin
-from omlx_admission.standin import tinymodels
+import standin
 from omlx_admission.surfaces import routes, status
+from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import LOCAL, Client
 from omlx_admission.surfaces.demo.server import Server
 

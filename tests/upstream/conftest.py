@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from omlx_admission import standin
+import standin
 
 
 def git(root: Path, *arguments: str) -> str:

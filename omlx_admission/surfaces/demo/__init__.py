@@ -15,6 +15,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import omlx_admission
+from omlx_admission._startup import OmlxFinder
 from omlx_admission.surfaces.cli import CommandError
 from omlx_admission.surfaces.demo.probe import missing_text
 
@@ -24,6 +26,9 @@ NAMES = ("busy", "cold", "neighbour", "budget", "too-large")
 
 #: What the demo itself imports, beside what its servers need.
 _NEEDS = ("httpx", "matplotlib", "mlx", "tokenizers")
+
+#: The stand-in's folder, beside the package in a checkout. No wheel has it.
+STANDIN = Path(omlx_admission.__file__).resolve().parents[1] / "standin"
 
 PICTURE = "omlx-admission-demo.png"
 
@@ -35,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="run the oMLX in this checkout (default: the oMLX of this Python, "
-        "else the stand-in that comes with this package)",
+        "else the stand-in of the checkout that this package lies in)",
     )
     parser.add_argument(
         "--omlx-python",
@@ -78,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Play, show and check. Exit status 0: the patched server did all that is wanted;
     1: it missed something, or the plugin was not active in it."""
+    if not (arguments.omlx_src or arguments.omlx_python or _has_omlx()):
+        stand_in()  # before asking for packages that would not help
     if missing := [name for name in _NEEDS if find_spec(name) is None]:
         raise CommandError(missing_text(missing))
     if arguments.port:
@@ -90,6 +97,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="omlx-admission-") as work:
         return show(arguments, Path(work))
+
+
+def _has_omlx() -> bool:
+    # Past our own finder, which takes the question for an import and hooks.
+    finders = [finder for finder in sys.meta_path if not isinstance(finder, OmlxFinder)]
+    return any(finder.find_spec("omlx", None) for finder in finders)
+
+
+def stand_in() -> Path:
+    """The folder of the stand-in; a CommandError where there is none."""
+    if not (STANDIN / "omlx").is_dir():
+        raise CommandError(
+            f"{sys.executable} has no oMLX: name one with --omlx-src, or run the demo from a "
+            "checkout of omlx-admission, which has a stand-in for it"
+        )
+    return STANDIN
 
 
 def _seconds(text: str) -> float:

@@ -32,7 +32,7 @@ MODELS = (A, B, C, D)
 
 def make(directory: Path) -> None:
     """Write all models below ``directory``: sparse files, a few seconds at most."""
-    from omlx_admission.standin.tinymodels import make_text_model
+    from omlx_admission.surfaces.demo.tinymodels import make_text_model
 
     for seed, model in enumerate(MODELS):
         # 300 tokens per second on one CPU core: a stream of seconds has hundreds

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omlx_admission import standin
 from omlx_admission.surfaces.cli import CommandError
+from omlx_admission.surfaces.demo import STANDIN, stand_in
 from omlx_admission.surfaces.demo.probe import missing_text
 from omlx_admission.surfaces.demo.server import last_line, variables_for
 from omlx_admission.surfaces.doctor import check_source
@@ -45,7 +45,7 @@ class Target:
 
 
 def find(source: Path | None, python: Path | None, base: Path) -> Target:
-    """Choose: ``source``, else the interpreter's own oMLX, else the stand-in.
+    """Choose: ``source``, else the interpreter's own oMLX, else a checkout's stand-in.
 
     ``base`` is a folder to work in. Raises CommandError with one line where the
     choice of the user cannot be run.
@@ -65,7 +65,7 @@ def find(source: Path | None, python: Path | None, base: Path) -> Target:
             f"--omlx-python {python}: {answer['problem']}; name its folder with --omlx-src"
         )
     if answer["root"] is None:
-        source = standin.PATH
+        source = stand_in()
         answer = _probe(interpreter, source, base)
     root = Path(answer["root"])
     return Target(
@@ -73,7 +73,7 @@ def find(source: Path | None, python: Path | None, base: Path) -> Target:
         source=source,
         root=root,
         version=answer["version"],
-        standin=root.resolve() == (standin.PATH / "omlx").resolve(),
+        standin=root.resolve() == STANDIN / "omlx",
         refused=tuple(answer["refused"]),
     )
 

@@ -347,7 +347,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """``python -m omlx_admission.standin.tinymodels DIR``: two 1.8 GB-counted chat
+    """``python -m omlx_admission.surfaces.demo.tinymodels DIR``: two 1.8 GB-counted chat
     models and an embedder, enough to try a server with."""
     directory = Path(sys.argv[1])
     for folder in (

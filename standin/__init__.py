@@ -1,8 +1,7 @@
 """An oMLX-shaped server with oMLX's defects, for tests, the demo and CI.
 
 The package ``omlx`` lives in this folder so that it is found only by whoever
-puts the folder on ``PYTHONPATH``; installing omlx-admission never provides an
-importable ``omlx``.
+puts the folder on ``PYTHONPATH``. No wheel of omlx-admission has it.
 """
 
 from pathlib import Path
