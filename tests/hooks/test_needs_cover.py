@@ -28,7 +28,12 @@ HOLDERS: dict[str, tuple[str, ...]] = {
     "entry": ("EngineEntry",),
     "e": ("EngineEntry",),
     "_entries[]": ("EngineEntry",),
-    "engine": ("BaseEngine", "BatchedEngine", "VLMBatchedEngine"),
+    "engine": (
+        "BaseEngine",
+        "BaseNonStreamingEngine",
+        "BatchedEngine",
+        "VLMBatchedEngine",
+    ),
     "handle": ("AsyncEngineCore",),
     "core": ("EngineCore",),
     "EngineCore": ("EngineCore",),
@@ -72,8 +77,6 @@ ALLOWED = {
     "module.Server": "uvicorn's, asked for with getattr where it matters",
     "app.add_middleware": "Starlette's",
     "app.user_middleware": "Starlette's",
-    "manager._settings": "only of a manager that `_remember` has looked at",
-    "reranker.model": "set back to what it was read as, with getattr",
 }
 
 
@@ -102,8 +105,7 @@ def reads(path: Path) -> Iterator[tuple[int, str, str, tuple[str, ...]]]:
         elif (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
-            and node.func.id == "getattr"
-            and len(node.args) == 2
+            and node.func.id in ("getattr", "hasattr")
             and isinstance(node.args[1], ast.Constant)
         ):
             holder, name = node.args[0], str(node.args[1].value)
@@ -271,6 +273,7 @@ def test_a_read_that_nobody_states_is_found(tmp_path: Path) -> None:
     )
     assert missing(path) == {
         "new.py:2: pool._next_lock",
+        "new.py:2: pool._third",
         "new.py:3: entry.hits",
         "new.py:3: pool._fourth",
     }
