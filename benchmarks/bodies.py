@@ -1,4 +1,4 @@
-"""Write the table of function bodies that were run (`omlx_admission/hooks/bodies.txt`).
+"""Write the table of function bodies that were run (`bodies.txt`, see `patching/bodies.py`).
 
 Give it the checkout of every release that this package was run on: the table is made anew
 from them. Its names stay; a new one is added to the file by hand, alone on its line.
