@@ -10,7 +10,7 @@ import pytest
 from omlx_admission.core import route_model_kinds as kinds
 from omlx_admission.hooks.pool.port import admission_refused
 
-from .conftest import House, run, settle
+from .conftest import House, run, settle, soon
 from .test_leases import request_to, within
 
 Make = Callable[..., House]
@@ -94,7 +94,7 @@ def test_a_wrong_kind_is_said_before_anything_moves(make_house: Make) -> None:
         with within(request):
             await house.get("b", lease=False)
         request.end()
-        await house.get("a", lease=False)
+        await soon(house.ask("a", lease=False))
         assert house.events.count("load b") == 1
 
     run(test)

@@ -182,6 +182,7 @@ class Play:
             await self.house.release(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("queue", [True, False], ids=["queue", "no queue"])
 def test_f1_a_cancel_at_any_await_leaves_right_books(

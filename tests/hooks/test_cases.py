@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import House, run, settle, until
+from .conftest import House, later, run, settle, until
 
 Make = Callable[..., House]
 
@@ -105,7 +105,7 @@ def test_b26_b43_work_that_holds_no_lease_keeps_its_model(
         engine.has_active_requests.return_value = True
         if route == "swap":
             for_b = house.ask("b")
-            await asyncio.sleep(0.05)
+            await later(3.0)
             assert not for_b.done()
             assert house.entry("a").engine is engine
             engine.has_active_requests.return_value = False

@@ -11,7 +11,7 @@ import pytest
 from omlx_admission.hooks.pool import ceiling
 from omlx_admission.hooks.pool.port import admission_refused
 
-from .conftest import House, run, settle, until
+from .conftest import House, run, settle, soon, until
 from .test_leases import request_to, within
 
 Make = Callable[..., House]
@@ -232,7 +232,7 @@ def test_c1_what_is_only_kept_for_a_request_leaves_for_it_in_a_dip(make_house: M
         with within(request):
             await house.get("d", lease=False)
             house.ceiling = 700
-            await house.get("b", lease=False)
+            await soon(house.ask("b", lease=False))
         assert house.resident() == {"b"}
         request.end()
         house.assert_idle()

@@ -380,6 +380,7 @@ def test_what_a_hook_cannot_live_with_turns_it_off(omlx_found: gate.Found, name:
     ]
 
 
+@pytest.mark.slow
 def test_each_kind_of_row_and_each_thing_that_a_row_asks_for_has_a_drift() -> None:
     root = standin.PATH / "omlx"
     rows = list(dict.fromkeys(need for f in FEATURES for need in f.needs))

@@ -21,9 +21,11 @@ class Kernel:
 
     def __init__(self, house: House, mocker: Any, base: int = 50) -> None:
         self.house, self.base, self.residue, self._seen = house, base, 0, 0
+        self.looks = 0
         mocker.patch.object(house.module, "get_phys_footprint", self.read)
 
     def read(self) -> int:
+        self.looks += 1
         tracked = int(self.house.pool._current_model_memory)
         self.residue += max(0, self._seen - tracked)
         self._seen = tracked
@@ -34,6 +36,7 @@ class Kernel:
         self.residue = 0
 
 
+@pytest.mark.slow
 def test_p5_the_load_begins_when_the_footprint_has_noticed(
     make_house: Make, mocker: Any
 ) -> None:
@@ -53,7 +56,8 @@ def test_p5_the_load_begins_when_the_footprint_has_noticed(
         for model in "babab":
             swap = house.ask(model)
             await until(lambda: house.resident() == set() and bool(kernel.read()))
-            await asyncio.sleep(0.2)  # some looks: it waits on
+            looks = kernel.looks
+            await until(lambda seen=looks: kernel.looks >= seen + 4)  # it looks, and waits on
             assert not swap.done()
             assert house.admission.policy.swap is not None
             kernel.reap()

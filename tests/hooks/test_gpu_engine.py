@@ -339,6 +339,7 @@ def test_the_clean_up_does_not_wait_for_ever(
     scenario(bench, test)
 
 
+@pytest.mark.slow
 def test_a_wait_beyond_the_limit_fails_the_requests_and_says_who_held_the_turn(
     bench: Bench, turn: gpu_turn.GpuTurn
 ) -> None:

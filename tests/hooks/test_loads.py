@@ -13,7 +13,7 @@ import pytest
 
 from omlx_admission.hooks.pool.port import admission_refused
 
-from .conftest import House, run, settle, until
+from .conftest import House, later, run, settle, soon, until
 
 Make = Callable[..., House]
 
@@ -69,7 +69,7 @@ def impatient(mocker: Any) -> None:
 async def is_refused(asked: asyncio.Task[Any]) -> str:
     """It gets a 503; its text."""
     with pytest.raises(admission_refused()) as caught:
-        await asked
+        await soon(asked)
     refusal = caught.value.refusal  # type: ignore[attr-defined]
     assert refusal.status == 503
     assert refusal.retry_after is not None
@@ -101,7 +101,7 @@ def test_p1_but_not_while_somebody_waits(make_house: Make) -> None:
         house.hold_loads = True
         asked = house.ask("b")
         await until(lambda: "load b" in house.events)
-        await asyncio.sleep(0.5)
+        await later(0.5)
         house.admission.step()
         await settle()
         assert house.entry("b").is_loading
@@ -138,7 +138,7 @@ def test_p1_c4_a_load_at_work_is_not_thrown_away(
         for _ in range(3):
             assert "loading" in await is_refused(house.ask("b"))
             # The policy looks at it with nobody waiting, many times over what is patient.
-            await asyncio.sleep(0.5)
+            await later(0.5)
             house.admission.step()
             await settle()
         asked = house.ask("b")
@@ -169,7 +169,7 @@ def test_p1_a_stuck_thread_costs_no_other_model_its_place(
         await is_refused(house.ask("a"))
         for _ in range(2):
             for_b = house.ask("b")
-            await asyncio.sleep(0.5)
+            await later(0.5)
             # D serves beside a waiter of B that is older than any age.
             await house.get("d")
             await house.release("d")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from . import by_hand
-from .conftest import House, run, settle, until
+from .conftest import House, run, settle, soon, until
 from .test_queue import names
 
 Make = Callable[..., House]
@@ -126,7 +126,7 @@ def test_c5_but_only_for_a_moment(make_house: Make, admin: bool) -> None:
     """Who loads and never uses costs the others that moment, once, however often it asks."""
 
     async def test() -> None:
-        house = make_house(max_age_s=0.0, max_wait_s=8.0)
+        house = make_house(max_age_s=0.0, max_wait_s=40.0)
         await load(house, "b", admin)
         for_a = house.ask("a")
         await settle()
@@ -134,7 +134,7 @@ def test_c5_but_only_for_a_moment(make_house: Make, admin: bool) -> None:
             assert await load(house, "b", admin) == "already loaded"
         assert not for_a.done()
         assert house.admission.policy.by_hand
-        await for_a
+        await soon(for_a)
         assert house.resident() == {"a"}
         await house.release("a")
         house.assert_idle()

@@ -14,7 +14,7 @@ from omlx_admission.hooks.pool import model_dirs, unloads
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand
-from .conftest import SIZES, House, run, settle, until
+from .conftest import SIZES, House, later, run, settle, until
 
 Make = Callable[..., House]
 Reload = Callable[..., ByHand]
@@ -73,7 +73,7 @@ def test_p3_a_second_change_waits_for_the_first_and_then_does_its_own(
         first = reload()
         await settle()
         second = reload(max_wait="0.05")
-        await asyncio.sleep(0.2)
+        await later(1.0)
         assert not first.task.done()
         assert not second.task.done()
         assert house.entry("d").engine is engine
@@ -174,7 +174,7 @@ def test_a_teardown_that_has_yet_to_book_its_bytes_is_waited_for(
             unload = asyncio.ensure_future(house.pool._unload_engine("d"))
             await until(lambda: house.resident() == set())
             change = reload()
-            await asyncio.sleep(0.2)
+            await later(1.0)
             assert not change.task.done()
         finally:
             free.set()

@@ -14,7 +14,7 @@ from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand
-from .conftest import SIZES, House, run, settle, until
+from .conftest import SIZES, House, later, run, settle, soon, until
 
 Make = Callable[..., House]
 
@@ -189,7 +189,7 @@ def test_b19_nothing_loads_between_the_unloads_and_the_rescan(
         late = [house.ask("p"), house.ask("a")]
         await settle()
         change.leave()  # an operation that stops half-way would leave the engine behind
-        await asyncio.sleep(0.1)
+        await later(1.0)
         # What is loaded and idle serves on meanwhile.
         await house.get("d")
         await house.release("d")
@@ -240,7 +240,7 @@ def test_b19_at_the_end_of_the_budget_what_runs_is_ended(
         mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
         house = make_house()
         engine = await house.get("a")
-        await change_dirs(house, max_wait="0.1").task
+        await soon(change_dirs(house, max_wait="0.1").task)
         engine.abort_all_requests.assert_awaited_once()
         engine.stop.assert_awaited_once()
         assert house.pool._current_model_memory == 0
@@ -265,7 +265,7 @@ def test_b19_a_load_that_runs_ends_before_everything_is_forgotten(
         assert "forgotten" not in house.events
         await house.let_load("a")
         await for_a
-        await asyncio.sleep(0.1)
+        await later(1.0)
         assert "forgotten" not in house.events
         await house.release("a")
         await change.task

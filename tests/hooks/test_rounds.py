@@ -66,8 +66,8 @@ class Rounds:
             before = self._entry.engine
             kind = self._chance.choice(sorted(self._kinds))
             self.evictions[kind] += 1
-            # The load route serves every kind of model, and takes no lease.
-            path = f"/v1/models/{self.model}/load"
+            # It takes no lease and uses what it is handed, so that nothing is kept for a use.
+            path = "/admin/api/bench/start"
             results = await asyncio.gather(
                 ByHand(self._request, path).task,
                 ByHand(self._request, path).task,

@@ -13,7 +13,7 @@ from omlx_admission.core import request as requests
 from omlx_admission.hooks.pool import phantom, stalled
 from omlx_admission.hooks.pool.port import admission_refused
 
-from .conftest import House, run, settle, until
+from .conftest import House, later, run, settle, until
 from .test_leases import request_to, within
 
 Make = Callable[..., House]
@@ -163,7 +163,7 @@ class TestAnAnswerThatIsNotRead:
             sending = asyncio.ensure_future(request.noting(send)({"type": "x"}))
             for_b = house.ask("b")
             await until(lambda: entry.pending_unload_reason is not None)
-            await asyncio.sleep(0.05)
+            await later(2.0)
             assert not for_b.done(), "it had its moment still"
             mocker.patch.object(stalled, "AFTER_S", 0.0)
             await for_b
@@ -209,7 +209,7 @@ class TestAnAnswerThatIsNotRead:
             mocker.patch.dict(requests.blocked, {request: since})
             for_b = house.ask("b")
             await until(lambda: entry.pending_unload_reason is not None)
-            await asyncio.sleep(0.05)
+            await later(2.0)
             assert not for_b.done()
             assert entry.in_use == 1 + (busy == "another lease")
             with within(request):
@@ -403,7 +403,7 @@ class TestAnOpenSession:
                 assert await other is engine
                 await house.release("a")
                 assert entry.pending_unload_reason is None
-                await asyncio.sleep(0.01)
+                await later(0.05)
             with pytest.raises(admission_refused()):
                 await refused
             assert for_b.refusal is not None
@@ -456,7 +456,7 @@ class TestAnEngineThatSaysActive:
             engine = await house.get("a", lease=False)
             engine.has_active_requests.return_value = True
             for_b = house.ask("b")
-            await asyncio.sleep(0.05)
+            await later(2.0)
             assert not for_b.done(), "it is believed for a moment"
             mocker.patch.object(phantom, "AFTER_S", 0.02)
             await for_b
@@ -485,7 +485,7 @@ class TestAnEngineThatSaysActive:
             elif work == "diffusion":
                 engine.is_diffusion_model = True
             for_b = house.ask("b")
-            await asyncio.sleep(0.05)
+            await later(2.0)
             assert not for_b.done()
             engine.has_active_requests.return_value = False
             if work == "lease":

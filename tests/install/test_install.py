@@ -64,9 +64,10 @@ class Environment:
         )
 
 
-@pytest.fixture
-def environment(tmp_path: Path, wheel: Path) -> Environment:
-    made = Environment(tmp_path / "venv")
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environment:
+    """One for all tests; the last of them takes the package out."""
+    made = Environment(tmp_path_factory.mktemp("install") / "venv")
     made.pip("install", str(wheel))
     return made
 
@@ -157,15 +158,15 @@ def test_a_malformed_variable_is_one_line_and_no_failure(environment: Environmen
     assert "'soon' is not a number of seconds, 0 or more; using the default 300" in lines[0]
 
 
-def test_uninstalling_leaves_nothing(environment: Environment) -> None:
-    environment.pip("uninstall", "--yes", "omlx-admission")
-    assert not list(environment.site.glob("omlx_admission*"))
-    loaded = json.loads(environment.run("-c", MODULES))
-    assert not [name for name in loaded if name.startswith("omlx")]
-
-
 def test_an_editable_install_is_switched_on_too(tmp_path: Path) -> None:
     made = Environment(tmp_path / "venv")
     made.pip("install", "--no-deps", "--editable", str(ROOT))
     loaded = json.loads(made.run("-c", MODULES))
     assert "omlx_admission._startup" in loaded
+
+
+def test_uninstalling_leaves_nothing(environment: Environment) -> None:
+    environment.pip("uninstall", "--yes", "omlx-admission")
+    assert not list(environment.site.glob("omlx_admission*"))
+    loaded = json.loads(environment.run("-c", MODULES))
+    assert not [name for name in loaded if name.startswith("omlx")]

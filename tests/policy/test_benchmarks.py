@@ -12,6 +12,8 @@ from benchmarks import compare
 from benchmarks.simulation import chaos
 from benchmarks.table import Row, render
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_table_says_for_each_row_what_it_ran_on() -> None:
     text = render(

@@ -136,6 +136,7 @@ def test_the_row_of_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"{version}: {LOST} fails" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("switch", "status"), [("1", 0), ("0", 4)])
 def test_a_run_with_the_package_fails_where_nothing_is_applied(
     tmp_path: Path, switch: str, status: int

@@ -7,6 +7,7 @@ to the shortest sequence of events.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,6 +24,8 @@ from omlx_admission.core.policy.admission import AdmissionPolicy
 from omlx_admission.core.policy.estimates import Dials
 from omlx_admission.core.policy.model import Outcome, Target
 from omlx_admission.core.policy.planner import never_fits
+
+pytestmark = pytest.mark.slow
 
 SIZES = {"A": 60, "B": 60, "D": 30, "E": 10, "P": 30, "X": 120}
 NAMES = st.sampled_from(sorted(SIZES))

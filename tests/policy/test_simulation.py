@@ -26,6 +26,8 @@ from benchmarks.simulation.traces import (
 )
 from omlx_admission.core.policy.admission import AdmissionPolicy
 
+pytestmark = pytest.mark.slow
+
 ours = POLICIES["ours"]
 exhaustive = POLICIES["exhaustive"]
 

@@ -312,6 +312,7 @@ def test_compaction_keeps_newer_lines_and_counts_what_it_drops(tmp_path: Path) -
     assert problem.endswith("is left out: schema 2, written by a newer omlx-admission")
 
 
+@pytest.mark.slow
 def test_a_failing_compaction_writes_no_line_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,18 @@ class Browser:
         """Look at the tab with that handle; what runs in the others goes on."""
         self._post("/window", {"handle": handle})
 
+    def tabs(self) -> list[str]:
+        """All open tabs."""
+        return list(_call("GET", self._session + "/window/handles", None))
+
+    def close_all_but(self, kept: list[str]) -> None:
+        """Close the other tabs and go to the first of these."""
+        for handle in self.tabs():
+            if handle not in kept:
+                self.go_to(handle)
+                _call("DELETE", self._session + "/window", None)
+        self.go_to(kept[0])
+
     def run(self, script: str, *arguments: Any) -> Any:
         """Run a function body in the page and return what it returns."""
         return self._post("/execute/sync", {"script": script, "args": list(arguments)})

@@ -62,12 +62,22 @@ def serve(models: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
         server.__exit__()
 
 
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Browser]:
+    with chromium.browser(tmp_path_factory.mktemp("browser")) as one:
+        yield one
+
+
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[chromium.Browser]:
-    with chromium.browser(tmp_path) as window:
-        window.look(dark=False)
-        yield window
-        assert window.errors() == []
+def page(window: chromium.Browser) -> Iterator[chromium.Browser]:
+    """A tab of its own; each test has a server at another port, so nothing is shared."""
+    before = window.tabs()
+    window.tab()
+    window.look(dark=False)
+    yield window
+    errors = window.errors()
+    window.close_all_but(before)
+    assert errors == []
 
 
 class Asking:
