@@ -129,6 +129,8 @@ def _need_lines(verdict: Verdict, source: gate.Source | None) -> list[str]:
     lines = []
     for need, fit, reason in _fits(verdict, source):
         kind = "in use" if need.kind is gate.Kind.USED else need.kind.value
+        if need.optional and source is not None and not source.is_there(need):
+            kind += ", not in this release"
         lines.append(f"{'':<15} {fit:<9} {reason or f'{need} ({kind})'}")
     return lines
 

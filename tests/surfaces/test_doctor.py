@@ -130,6 +130,14 @@ def test_what_stands_on_a_refused_feature_says_so(doctor: Doctor) -> None:
     assert feature(shown, "leases")["state"] == "ready"
 
 
+def test_a_name_that_may_be_missing_is_said_to_be(doctor: Doctor) -> None:
+    name = "omlx.scheduler:Scheduler.prefilling"
+    assert f"fits      {name} (name)" in doctor(standin.PATH, "--needs")[1]
+    with edited("scheduler", ("prefilling", "in_prefill")) as source:
+        _, lines = doctor(source, "--needs")
+    assert f"fits      {name} (name, not in this release)" in lines
+
+
 def test_a_body_that_no_release_had_is_named(
     doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

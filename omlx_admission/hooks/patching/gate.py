@@ -198,6 +198,11 @@ class Source:
         """Whether all of ``needs`` are met; an empty sequence never is."""
         return bool(needs) and all(self.problem(need) is None for need in needs)
 
+    def is_there(self, need: Need) -> bool:
+        """Whether this oMLX may have the name of a row that can do without it."""
+        module = self.module(need.module)
+        return not isinstance(module, str) and module.has(need.name)
+
     def read(self, module: str) -> bytes:
         """The source of a dotted module; raises OSError where there is none."""
         return self._found.module_path(module).read_bytes()

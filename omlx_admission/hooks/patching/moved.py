@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 #: Definitions at the line's begin, and indented ones: those of classes.
@@ -18,7 +18,6 @@ class Search:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._places: dict[str, list[str]] | None = None
 
     def hint(self, module: str, name: str) -> str:
         """``"; ... is in omlx.other"`` where another module has the name, else nothing.
@@ -27,60 +26,30 @@ class Search:
         a class takes its members along.
         """
         head, _, member = name.partition(".")
-        places = self._index()
-        if head in places and module not in _modules(places[head]):
-            return _said(head, places[head])
-        if member and module in _modules(places.get(head, [])):
-            return _said(
-                member, [p for p in places.get(f".{member}", ()) if p != f"{module}:{head}"]
-            )
-        return ""
+        places = self._places.get(head, [])
+        if module in {place.partition(":")[0] for place in places}:
+            there = self._places.get(f".{member}", []) if member else []
+            places = [place for place in there if place != f"{module}:{head}"]
+            head = member
+        # A name that many modules have says nothing.
+        return f"; {head} is in {' and '.join(places)}" if 1 <= len(places) <= 3 else ""
 
-    def _index(self) -> dict[str, list[str]]:
-        if self._places is None:
-            self._places = {}
-            for module, path in self._files():
-                for key, place in self._defined_in(module, path):
-                    found = self._places.setdefault(key, [])
-                    if place not in found:
-                        found.append(place)
-        return self._places
-
-    @staticmethod
-    def _defined_in(module: str, path: Path) -> list[tuple[str, str]]:
-        try:
-            return list(_definitions(module, path.read_text("utf-8", "replace")))
-        except OSError:
-            return []
-
-    def _files(self) -> Iterator[tuple[str, Path]]:
+    @cached_property
+    def _places(self) -> dict[str, list[str]]:
+        """By name, a class's members after a dot: the modules or classes that have it."""
+        found: dict[str, dict[str, None]] = {}
         for path in sorted(self._root.rglob("*.py")):
-            parts = list(path.relative_to(self._root).with_suffix("").parts)
-            if parts[-1] == "__init__":
-                parts.pop()
-            yield ".".join(["omlx", *parts]), path
-
-
-def _definitions(module: str, text: str) -> Iterator[tuple[str, str]]:
-    """Names of the module's level as they are, names of classes' members after a dot."""
-    owner = ""
-    for match in _DEFINED.finditer(text):
-        indent, name, value = match.groups()
-        if value:
-            yield value, module
-        elif not indent:
-            owner = name
-            yield name, module
-        elif owner:
-            yield f".{name}", f"{module}:{owner}"
-
-
-def _modules(places: list[str]) -> set[str]:
-    return {place.partition(":")[0] for place in places}
-
-
-def _said(name: str, places: list[str]) -> str:
-    """Names that many modules have say nothing."""
-    if not 1 <= len(places) <= 3:
-        return ""
-    return f"; {name} is in {' and '.join(places)}"
+            parts = path.relative_to(self._root).with_suffix("").parts
+            module = ".".join(["omlx", *parts]).removesuffix(".__init__")
+            try:
+                text = path.read_text("utf-8", "replace")
+            except OSError:
+                continue
+            owner = ""
+            for indent, name, value in _DEFINED.findall(text):
+                if value or not indent:
+                    owner = owner if value else name
+                    found.setdefault(value or name, {})[module] = None
+                elif owner:
+                    found.setdefault(f".{name}", {})[f"{module}:{owner}"] = None
+        return {name: list(places) for name, places in found.items()}

@@ -55,6 +55,10 @@ class Module:
         last = self._last(name)
         return last[0].node if len(last) == 1 and last[0].certain else None
 
+    def has(self, name: str) -> bool:
+        """Whether a dotted name may be there."""
+        return name in self._bound
+
     def problem(self, need: Need) -> str | None:
         """Why ``need`` is not met, or None when it is."""
         if need.kind is Kind.USED:

@@ -21,7 +21,9 @@ logger = logging.getLogger("omlx.admission")
 
 #: Without them an engine that calls itself active is believed, or looked at less closely.
 NEEDS = (
+    # Up to 0.5.3 of the one, then of the other.
     *read_if_there("omlx.engine.base", "BaseNonStreamingEngine", "_active_count"),
+    *read_if_there("omlx.engine.base", "ActivityTrackingMixin", "_active_count"),
     *read_if_there("omlx.engine.vlm", "VLMBatchedEngine", "is_diffusion_model"),
     *read_if_there(
         "omlx.scheduler", "Scheduler", "has_requests", "running", "waiting", "prefilling"
