@@ -5,7 +5,6 @@ Needs MLX; the model is made by the caller, whose folder is in ``OMLX_TINY``.
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ logging.disable(logging.CRITICAL)
 from fakes import until  # noqa: E402
 from omlx import engine_core, engine_pool  # noqa: E402
 from omlx.engine.batched import BatchedEngine  # noqa: E402
+from stories import ends, tell  # noqa: E402
 
 FOLDER = Path(os.environ["OMLX_TINY"])
 
@@ -36,6 +36,10 @@ async def words(engine, count):
     return output.completion_tokens
 
 
+@ends(
+    "5: a thread per text engine, one for all the rest",
+    {"tokens": 12, "step": True, "global": "mlx-global", "vectors": [2, 64]},
+)
 async def story_threads():
     """Which thread loads, steps and embeds."""
     seen = {}
@@ -65,6 +69,7 @@ async def story_threads():
     return seen
 
 
+@ends("2.2", {"waited": True})
 async def story_loads_share_one_thread():
     """A load waits while the global thread is taken, whatever the pool's lock does."""
     pool = engine_pool.EnginePool()
@@ -80,6 +85,10 @@ async def story_loads_share_one_thread():
     return {"waited": waited}
 
 
+@ends(
+    "5: the first one's arrays may be lazy, the second one evaluates them",
+    ["_load_model_sync", "materialize_lazy_state"],
+)
 async def story_jobs_of_a_load():
     """What a text model's load hands to the global thread first, by function name."""
     pool = engine_pool.EnginePool()
@@ -98,6 +107,7 @@ async def story_jobs_of_a_load():
     return names[:2]
 
 
+@ends("2.2", {"waited": True, "busy": True})
 async def story_embedding_waits_for_the_global_thread():
     pool = engine_pool.EnginePool()
     entry(pool, "embed", "embedding")
@@ -113,6 +123,7 @@ async def story_embedding_waits_for_the_global_thread():
     return {"waited": waited, "busy": busy}
 
 
+@ends("5", {"tokens": 5})
 async def story_text_does_not_wait_for_the_global_thread():
     pool = engine_pool.EnginePool()
     entry(pool, "text")
@@ -125,6 +136,7 @@ async def story_text_does_not_wait_for_the_global_thread():
     return {"tokens": tokens}
 
 
+@ends("1.6: outside the pool's books", {"pool": [], "tokens": 5, "loaded": True})
 async def story_stopped_engine_starts_itself_again():
     pool = engine_pool.EnginePool()
     entry(pool, "text")
@@ -137,6 +149,7 @@ async def story_stopped_engine_starts_itself_again():
     return seen
 
 
+@ends("2.3", {"blocked": True, "coroutine": False})
 async def story_close_blocks_the_event_loop():
     engine = BatchedEngine(model_name=str(FOLDER / "text"))
     await engine.start()
@@ -160,6 +173,7 @@ async def story_close_blocks_the_event_loop():
     return {"blocked": max(gaps) > 0.2, "coroutine": asyncio.iscoroutinefunction(core.close)}
 
 
+@ends("2.3", {"suspended": False, "closed": True, "let go": True, "loaded": False})
 async def story_after_the_cores_stop_the_rest_awaits_nothing():
     """An engine's stop, once its core has stopped, runs to its end in one go."""
     engine = BatchedEngine(model_name=str(FOLDER / "text"))
@@ -182,6 +196,7 @@ async def story_after_the_cores_stop_the_rest_awaits_nothing():
     }
 
 
+@ends("1.6", {"before": False, "during": True, "after": False})
 async def story_activity_shows_only_with_a_mailbox():
     pool = engine_pool.EnginePool()
     entry(pool, "text")
@@ -196,6 +211,7 @@ async def story_activity_shows_only_with_a_mailbox():
     return {"before": before, "during": during, "after": after}
 
 
+@ends("1.4", {"hanging": True})
 async def story_unload_leaves_readers_hanging():
     """A stream whose engine is torn down gets neither an end nor an error."""
     pool = engine_pool.EnginePool()
@@ -217,6 +233,7 @@ async def story_unload_leaves_readers_hanging():
     return {"hanging": hanging}
 
 
+@ends("5.2", {"decode_burst_max_steps": 3, "decode_burst_budget_single_s": 1})
 async def story_burst_limits():
     """Steps of one burst: the count limit, and one step when bursts are off."""
     engine = BatchedEngine(model_name=str(FOLDER / "text"))
@@ -240,18 +257,13 @@ async def story_burst_limits():
     return seen
 
 
-def main():
-    results = {}
-    for name, story in list(globals().items()):
-        if name.startswith("story_"):
-            results[name.removeprefix("story_")] = asyncio.run(story())
-            gc.collect()
-            # The next story has another event loop; nothing may outlive this one.
-            engine_core._global_mlx_executor = None
-    print(json.dumps(results), flush=True)
-    # Engine threads of closed engines must not be joined: see _immortal_mlx_executors.
-    os._exit(0)
+def put_away():
+    gc.collect()
+    # The next story has another event loop; nothing may outlive this one.
+    engine_core._global_mlx_executor = None
 
 
 if __name__ == "__main__":
-    main()
+    tell(put_away)
+    # Engine threads of closed engines must not be joined: see _immortal_mlx_executors.
+    os._exit(0)

@@ -5,7 +5,6 @@ under the rest of its name. Nothing here waits for real time.
 """
 
 import asyncio
-import json
 import time
 from pathlib import Path
 
@@ -19,10 +18,14 @@ from fakes import (
     turns,
     until,
 )
+from stories import ends, tell
+
+NO_ROOM = "InsufficientMemoryError"
 
 A_B = {"A": 60, "B": 60}
 
 
+@ends("1.2", {"waited": True, "then": "ok"})
 async def story_resident_waits_for_a_load():
     bench = Bench({"A": 30, "B": 30})
     await bench.load("A")
@@ -36,6 +39,7 @@ async def story_resident_waits_for_a_load():
         return {"waited": waited, "then": await outcome(resident)}
 
 
+@ends("2.1", {"waited": True, "leases": 0})
 async def story_release_waits_for_a_load():
     bench = Bench({"A": 30, "B": 30})
     await bench.load("A", _lease=True)
@@ -50,6 +54,7 @@ async def story_release_waits_for_a_load():
         return {"waited": waited, "leases": bench.entry("A").in_use}
 
 
+@ends("2.1", {"waited": True, "freed": True, "loaded": ["B"]})
 async def story_prefill_eviction_waits_for_a_load():
     bench = Bench({"A": 30, "B": 30})
     await bench.load("A")
@@ -70,6 +75,7 @@ async def story_prefill_eviction_waits_for_a_load():
         return {"waited": waited, "freed": await evict, "loaded": bench.loaded}
 
 
+@ends("1.6", {"error": NO_ROOM, "loaded": ["A"], "locked": False})
 async def story_busy_model_is_refused_not_waited_for():
     bench = Bench(A_B)
     await bench.load("A", _lease=True)
@@ -77,12 +83,14 @@ async def story_busy_model_is_refused_not_waited_for():
     return {"error": error, "loaded": bench.loaded, "locked": bench.pool._lock.locked()}
 
 
+@ends("1.6", {"error": "ModelTooLargeError", "loaded": []})
 async def story_model_above_the_ceiling_costs_others_their_place():
     bench = Bench({"A": 60, "X": 120})
     await bench.load("A")
     return {"error": await outcome(bench.pool.get_engine("X")), "loaded": bench.loaded}
 
 
+@ends("1.6", {"error": NO_ROOM, "loaded": ["A"]})
 async def story_refused_model_has_evicted_the_idle_ones():
     bench = Bench({"A": 60, "D": 30, "B": 60})
     await bench.load("A", _lease=True)
@@ -90,6 +98,7 @@ async def story_refused_model_has_evicted_the_idle_ones():
     return {"error": await outcome(bench.pool.get_engine("B")), "loaded": bench.loaded}
 
 
+@ends("1.10", {"stopped": ["F"], "loaded": ["B", "D"]})
 async def story_least_recently_used_goes_first():
     bench = Bench({"D": 30, "F": 30, "B": 60})
     await bench.load("D", "F")
@@ -98,6 +107,7 @@ async def story_least_recently_used_goes_first():
     return {"stopped": FakeEngine.stopped, "loaded": bench.loaded}
 
 
+@ends("1.6", {"victim": None, "loaded": ["L", "P", "R", "U"]})
 async def story_pinned_leased_and_active_are_no_victims():
     bench = Bench({"P": 20, "L": 20, "R": 20, "U": 20, "B": 60})
     await bench.load("P", "R", "U")
@@ -108,24 +118,32 @@ async def story_pinned_leased_and_active_are_no_victims():
     return {"victim": bench.pool._find_lru_victim(), "loaded": bench.loaded}
 
 
+@ends("1.10", {"loaded": ["E", "N"]}, since={"0.5.3": {"loaded": ["N"]}})
 async def story_soft_target_evicts_the_idle():
     bench = Bench({"E": 40, "N": 50}, soft=85)
     await bench.load("E", "N")
     return {"loaded": bench.loaded}
 
 
+@ends("1.10", {"answer": "ok", "loaded": ["E", "N"]})
 async def story_soft_target_does_not_refuse():
     bench = Bench({"E": 40, "N": 50}, soft=85)
     await bench.load("E", _lease=True)
     return {"answer": await outcome(bench.pool.get_engine("N")), "loaded": bench.loaded}
 
 
+@ends(
+    "1.10",
+    {"answer": "ok", "loaded": ["A", "X"]},
+    since={"0.5.3": {"answer": "ok", "loaded": ["X"]}},
+)
 async def story_guard_off_evicts_and_never_refuses():
     bench = Bench({"A": 60, "X": 120}, ceiling=0, fallback=100)
     await bench.load("A")
     return {"answer": await outcome(bench.pool.get_engine("X")), "loaded": bench.loaded}
 
 
+@ends("1.10", {"A": 60, "A, then B": 60, "loaded": ["B"]})
 async def story_counted_memory_beats_live_memory():
     bench = Bench(A_B)
     await bench.load("A")
@@ -134,6 +152,7 @@ async def story_counted_memory_beats_live_memory():
     return {"A": before, "A, then B": bench.pool.current_model_memory, "loaded": bench.loaded}
 
 
+@ends("1.6", {"same": True, "starts": ["A"], "loaded": []})
 async def story_dying_engine_is_handed_out():
     bench = Bench(A_B)
     await bench.load("A")
@@ -147,6 +166,7 @@ async def story_dying_engine_is_handed_out():
     return {"same": same, "starts": FakeEngine.started, "loaded": bench.loaded}
 
 
+@ends("1.4", {"stops": 2, "memory": -60}, since={"0.6.0": {"stops": 2, "memory": 0}})
 async def story_second_unload_stops_the_engine_again():
     bench = Bench(A_B)
     await bench.load("A")
@@ -158,6 +178,7 @@ async def story_second_unload_stops_the_engine_again():
     return {"stops": len(FakeEngine.stopped), "memory": bench.pool.current_model_memory}
 
 
+@ends("1.6", {"error": "ModelBusyError", "same variant": "ok", "starts": 1})
 async def story_variant_of_a_busy_model():
     bench = Bench(A_B)
     await bench.load("A", _lease=True, runtime_settings=Settings(2))
@@ -166,6 +187,7 @@ async def story_variant_of_a_busy_model():
     return {"error": error, "same variant": same, "starts": len(FakeEngine.started)}
 
 
+@ends("1.6", {"starts": 2, "stops": 1})
 async def story_variant_of_an_idle_model():
     bench = Bench(A_B)
     await bench.load("A", runtime_settings=Settings(2))
@@ -173,6 +195,11 @@ async def story_variant_of_an_idle_model():
     return {"starts": len(FakeEngine.started), "stops": len(FakeEngine.stopped)}
 
 
+@ends(
+    "1.6",
+    {"marked": True, "newcomer": "ok"},
+    since={"0.6.2": {"marked": True, "newcomer": "ModelBusyError"}},
+)
 async def story_pending_model_and_newcomers():
     bench = Bench(A_B)
     await bench.load("A", _lease=True)
@@ -181,6 +208,7 @@ async def story_pending_model_and_newcomers():
     return {"marked": marked, "newcomer": await outcome(bench.pool.get_engine("A"))}
 
 
+@ends("1.4", {"before": ["A"], "after": [], "reason": None})
 async def story_last_release_unloads_a_pending_model():
     bench = Bench(A_B)
     await bench.load("A", _lease=True)
@@ -195,6 +223,7 @@ async def story_last_release_unloads_a_pending_model():
     }
 
 
+@ends("1.3", {"pinned": False, "unloaded": False})
 async def story_pinned_or_loading_models_take_no_mark():
     bench = Bench(A_B)
     await bench.load("A")
@@ -203,6 +232,17 @@ async def story_pinned_or_loading_models_take_no_mark():
     return {"pinned": pinned, "unloaded": bench.pool._mark_pending_unload_locked("B", "drain")}
 
 
+@ends(
+    "1.6",
+    {
+        "loading": False,
+        "failed": False,
+        "leases": 0,
+        "memory": 0,
+        "locked": False,
+        "again": "ok",
+    },
+)
 async def story_cancelled_load_leaves_no_trace():
     bench = Bench(A_B)
     bench.plan("A", "start")
@@ -225,6 +265,7 @@ async def story_cancelled_load_leaves_no_trace():
     }
 
 
+@ends("1.6", {"errors": ["ModelUnavailableError"] * 2, "starts": 1, "loading": False})
 async def story_failed_load_is_remembered():
     bench = Bench(A_B)
     FakeEngine.plans["A", "start"] = OSError("a file is broken")
@@ -233,6 +274,7 @@ async def story_failed_load_is_remembered():
     return {"errors": errors, "starts": len(FakeEngine.started), "loading": entry.is_loading}
 
 
+@ends("1.6", {"error": "ModelUnavailableError", "loaded": []})
 async def story_failed_load_has_evicted_others():
     bench = Bench(A_B)
     await bench.load("A")
@@ -240,6 +282,7 @@ async def story_failed_load_has_evicted_others():
     return {"error": await outcome(bench.pool.get_engine("B")), "loaded": bench.loaded}
 
 
+@ends("1.10", {"error": "ModelNotFoundError", "known": ["B"]})
 async def story_missing_folder_is_not_found():
     bench = Bench(A_B)
     bench.entry("A").model_path += "-gone"
@@ -247,6 +290,7 @@ async def story_missing_folder_is_not_found():
     return {"error": error, "known": sorted(bench.pool.get_model_ids())}
 
 
+@ends("1.10", {"starts": 1, "engines": 1, "leases": 5})
 async def story_one_load_for_many_requests():
     bench = Bench(A_B)
     engines = await asyncio.gather(*(bench.pool.get_engine("A", _lease=True) for _ in range(5)))
@@ -257,6 +301,7 @@ async def story_one_load_for_many_requests():
     }
 
 
+@ends("1.10", {"order": ["B", "A", "C"], "loaded": ["C"]})
 async def story_waiters_are_served_in_order():
     bench = Bench({"A": 60, "B": 60, "C": 60})
     order = []
@@ -269,6 +314,7 @@ async def story_waiters_are_served_in_order():
     return {"order": order, "loaded": bench.loaded}
 
 
+@ends("1.3", {"leases": 1}, since={"0.5.3": {"leases": 0}})
 async def story_release_outlives_its_caller():
     bench = Bench({"A": 30, "B": 30})
     await bench.load("A", _lease=True)
@@ -281,6 +327,7 @@ async def story_release_outlives_its_caller():
     return {"leases": bench.entry("A").in_use}
 
 
+@ends("1.11", {"leases": 0})
 async def story_release_never_goes_below_zero():
     bench = Bench(A_B)
     await bench.load("A")
@@ -288,6 +335,21 @@ async def story_release_never_goes_below_zero():
     return {"leases": bench.entry("A").in_use}
 
 
+@ends(
+    "1.5",
+    {
+        "same": {"gone": False, "loaded": True, "loading": False, "rest": False},
+        "load": "ModelLoadingError",
+        "loaded": ["loaded"],
+    },
+    since={
+        "0.5.3": {
+            "same": {"gone": False, "loaded": True, "loading": True, "rest": False},
+            "load": "ok",
+            "loaded": ["loaded", "loading"],
+        }
+    },
+)
 async def story_rescan_replaces_entries_at_rest():
     bench = Bench({})
     for name in ("rest", "loaded", "loading", "gone"):
@@ -308,6 +370,11 @@ async def story_rescan_replaces_entries_at_rest():
         return {"same": same, "load": await outcome(load), "loaded": bench.loaded}
 
 
+@ends(
+    "1.4",
+    {"error": "KeyError", "memory": 60, "stops": []},
+    since={"0.5.3": {"error": "ModelLoadingError", "memory": 0, "stops": ["A"]}},
+)
 async def story_entry_wiped_during_its_load():
     bench = Bench(A_B)
     go = bench.plan("A", "start")
@@ -320,6 +387,7 @@ async def story_entry_wiped_during_its_load():
     return {"error": error, "memory": memory, "stops": FakeEngine.stopped}
 
 
+@ends("1.6", {"error": "ModelLoadingError", "again": "ok"})
 async def story_aborted_load_is_not_remembered():
     bench = Bench(A_B)
     go = bench.plan("A", "start")
@@ -330,12 +398,14 @@ async def story_aborted_load_is_not_remembered():
     return {"error": await outcome(load), "again": await outcome(bench.pool.get_engine("A"))}
 
 
+@ends("1.2", {"seconds": 8.0})
 async def story_settle_waits_for_a_large_model():
     bench = Bench({"A": 10 * 1024**3}, ceiling=0)
     await bench.load("A")
     return {"seconds": await _sleeps_of(bench.pool._unload_engine("A"))}
 
 
+@ends("1.2", {"seconds": 0})
 async def story_settle_gives_up_while_others_work():
     bench = Bench({"A": 10 * 1024**3, "B": 1}, ceiling=0)
     await bench.load("A")
@@ -343,6 +413,7 @@ async def story_settle_gives_up_while_others_work():
     return {"seconds": await _sleeps_of(bench.pool._unload_engine("A"))}
 
 
+@ends("1.2", {"seconds": 0})
 async def story_small_models_settle_at_once():
     bench = Bench({"A": 2 * 1024**3}, ceiling=0)
     await bench.load("A")
@@ -365,6 +436,7 @@ async def _sleeps_of(coroutine):
     return sum(slept)
 
 
+@ends("1.2", {"gone": ["A"], "loaded": ["B", "P"], "busy one is fresh": True})
 async def story_ttl_unloads_the_idle_and_refreshes_the_busy():
     bench = Bench({"A": 30, "B": 30, "P": 30})
     await bench.load("A", "P")
@@ -384,6 +456,7 @@ async def story_ttl_unloads_the_idle_and_refreshes_the_busy():
     return {"gone": gone, "loaded": bench.loaded, "busy one is fresh": fresh}
 
 
+@ends("1.2", {"waited": True, "gone": []})
 async def story_ttl_waits_for_a_load():
     bench = Bench({"A": 30, "B": 30})
     go = bench.plan("B", "start")
@@ -402,6 +475,7 @@ async def story_ttl_waits_for_a_load():
         return {"waited": waited, "gone": await sweep}
 
 
+@ends("1.2", {"leased": False, "idle": True})
 async def story_unload_if_idle_spares_the_leased():
     bench = Bench(A_B)
     await bench.load("A", _lease=True)
@@ -410,6 +484,18 @@ async def story_unload_if_idle_spares_the_leased():
     return {"leased": first, "idle": await bench.pool.unload_if_idle_unpinned("A")}
 
 
+@ends(
+    "1.9",
+    None,
+    since={
+        "0.6.2": {
+            "at once": False,
+            "reason": "manual admin unload",
+            "newcomer": "ModelBusyError",
+            "loaded": [],
+        }
+    },
+)
 async def story_manual_unload_aborts_and_drains():
     bench = Bench(A_B)
     if not hasattr(bench.pool, "request_unload"):
@@ -428,6 +514,16 @@ async def story_manual_unload_aborts_and_drains():
     }
 
 
+@ends(
+    "4.2",
+    {
+        "Some-Model": "Some-Model",
+        "some-model": "Some-Model",
+        "any/Some-Model": "Some-Model",
+        "any/some-model": "Some-Model",
+        "other": "other",
+    },
+)
 async def story_names_of_one_model():
     bench = Bench({"Some-Model": 30})
     resolve = bench.pool.resolve_model_id
@@ -435,6 +531,7 @@ async def story_names_of_one_model():
     return {name: resolve(name, None) for name in names}
 
 
+@ends("1.2", {"loaded": [], "memory": 0})
 async def story_shutdown_unloads_everything():
     bench = Bench({"A": 30, "B": 30})
     await bench.load("A", "B")
@@ -442,13 +539,5 @@ async def story_shutdown_unloads_everything():
     return {"loaded": bench.loaded, "memory": bench.pool.current_model_memory}
 
 
-def main():
-    results = {}
-    for name, story in list(globals().items()):
-        if name.startswith("story_"):
-            results[name.removeprefix("story_")] = asyncio.run(story())
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    tell()

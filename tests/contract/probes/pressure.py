@@ -4,13 +4,13 @@ The ceiling is 100 bytes, so soft is 85 and hard 95 (tier ``custom``).
 """
 
 import asyncio
-import json
 import os
 
 os.environ["OMLX_DISABLE_PRESSURE_RECLAIM"] = "1"
 
 from fakes import Bench, FakeEngine, cancelled_at_end, outcome, until
 from omlx.process_memory_enforcer import ProcessMemoryEnforcer
+from stories import ends, tell
 
 
 class Enforcer(ProcessMemoryEnforcer):
@@ -31,6 +31,7 @@ class Enforcer(ProcessMemoryEnforcer):
         pass
 
 
+@ends("3", {"level": "ok", "loaded": ["A"]})
 async def story_ok_does_nothing():
     bench = Bench({"A": 60})
     await bench.load("A")
@@ -39,6 +40,7 @@ async def story_ok_does_nothing():
     return {"level": enforcer._pressure_level, "loaded": bench.loaded}
 
 
+@ends("3", {"level": "soft", "loaded": ["A"]})
 async def story_soft_spares_the_last_model():
     bench = Bench({"A": 60})
     await bench.load("A")
@@ -47,6 +49,7 @@ async def story_soft_spares_the_last_model():
     return {"level": enforcer._pressure_level, "loaded": bench.loaded}
 
 
+@ends("3", {"level": "ok", "loaded": ["B"]})
 async def story_soft_evicts_one_of_two():
     bench = Bench({"A": 40, "B": 40})
     await bench.load("A", "B")
@@ -55,6 +58,7 @@ async def story_soft_evicts_one_of_two():
     return {"level": enforcer._pressure_level, "loaded": bench.loaded}
 
 
+@ends("3", {"loaded": []})
 async def story_hard_evicts_the_last_model():
     bench = Bench({"A": 60})
     await bench.load("A")
@@ -62,6 +66,14 @@ async def story_hard_evicts_the_last_model():
     return {"loaded": bench.loaded}
 
 
+@ends(
+    "3",
+    {
+        "active": False,
+        "loaded": ["A"],
+        "mark": None,
+    },
+)
 async def story_hard_ends_requests_and_keeps_the_model():
     bench = Bench({"A": 60})
     await bench.load("A")
@@ -75,6 +87,14 @@ async def story_hard_ends_requests_and_keeps_the_model():
     }
 
 
+@ends(
+    "3",
+    {
+        "mark": "hard memory pressure",
+        "abort": True,
+        "after the release": [],
+    },
+)
 async def story_emergency_marks_the_busy_model():
     bench = Bench({"A": 60})
     await bench.load("A", _lease=True)
@@ -87,6 +107,7 @@ async def story_emergency_marks_the_busy_model():
     return {**seen, "after the release": bench.loaded}
 
 
+@ends("3", {"loaded": ["P"]})
 async def story_pinned_models_stay():
     bench = Bench({"P": 60})
     await bench.load("P")
@@ -95,6 +116,7 @@ async def story_pinned_models_stay():
     return {"loaded": bench.loaded}
 
 
+@ends("3", {"waited": True, "told to stop": False, "load": "ok"})
 async def story_poll_waits_for_a_load():
     """The level is set before the lock is asked for, the loading model is not stopped."""
     bench = Bench({"A": 60})
@@ -114,6 +136,7 @@ async def story_poll_waits_for_a_load():
     return {"waited": waited, "told to stop": told_to_stop, "load": answer}
 
 
+@ends("3", {"load": "ModelLoadingError", "loaded": []})
 async def story_unlocked_load_is_told_to_stop():
     bench = Bench({"A": 60})
     go = bench.plan("A", "start")
@@ -124,13 +147,5 @@ async def story_unlocked_load_is_told_to_stop():
     return {"load": await outcome(load), "loaded": bench.loaded}
 
 
-def main():
-    results = {}
-    for name, story in list(globals().items()):
-        if name.startswith("story_"):
-            results[name.removeprefix("story_")] = asyncio.run(story())
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    tell()

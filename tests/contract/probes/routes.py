@@ -14,6 +14,32 @@ logging.disable(logging.CRITICAL)
 from fastapi import HTTPException  # noqa: E402
 from omlx import exceptions, server  # noqa: E402
 from omlx.engine.embedding import EmbeddingEngine  # noqa: E402
+from stories import ends, tell  # noqa: E402
+
+TEXT_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+MAPPED = {
+    "not found": [404, None],
+    "too large": [507, None],
+    "no room": [507, None],
+    "unavailable": [409, None],
+    "loading": [409, None],
+    "busy": [409, None],
+    "other of the pool": [500, None],
+}
+
+#: 4.2: what goes over the wire while nothing else does; Responses have no chunk.
+KEEPALIVES = {
+    "openai_chat": 'data: {"id":"chatcmpl-keepalive","object":"chat.completion.chunk",'
+    '"created":0,"model":"keepalive","choices":[{"index":0,'
+    '"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n',
+    "openai_completion": 'data: {"id":"cmpl-keepalive","object":"text_completion",'
+    '"created":0,"model":"keepalive","choices":[{"index":0,"text":"","logprobs":null,'
+    '"finish_reason":null}]}\n\n',
+    "anthropic": 'event: ping\ndata: {"type":"ping"}\n\n',
+    "openai_responses": None,
+}
+
+ALL = (*MAPPED, "queue full", "own queue full", "with header", "unknown")
 
 
 class QueueFull(exceptions.SchedulerQueueFullError):
@@ -158,6 +184,16 @@ async def call(path, body=None, *, method="POST", headers=(), leave=False):
     )
 
 
+@ends(
+    "4.2, 4.3: a Retry-After of ours would be dropped",
+    {
+        **MAPPED,
+        "queue full": [503, "1"],
+        "own queue full": [503, "1"],
+        "with header": [503, None],
+        "unknown": [500, None],
+    },
+)
 async def story_status_of_each_error():
     found = {}
     for name, error in errors().items():
@@ -167,6 +203,14 @@ async def story_status_of_each_error():
     return found
 
 
+@ends(
+    "4.3: one body for all routes, Anthropic's too",
+    {
+        f"{path} {stream}": [507, ["code", "message", "param", "type"], "server_error"]
+        for path in (*TEXT_ROUTES, "/v1/embeddings")
+        for stream in (False, True)
+    },
+)
 async def story_every_route_maps_alike():
     found = {}
     for path, body in ROUTES.items():
@@ -178,6 +222,7 @@ async def story_every_route_maps_alike():
     return found
 
 
+@ends("4.2: whatever happens to the fallback", {"status": 404, "asked": ["m", "default"]})
 async def story_failed_fallback_is_a_404():
     known = errors()
     pool = set_up(Pool(known["not found"], known["no room"]), fallback=True)
@@ -185,12 +230,23 @@ async def story_failed_fallback_is_a_404():
     return {"status": answer.status, "asked": [name for name, _ in pool.calls]}
 
 
+@ends("4.2", {"status": 404, "asked": ["m"]})
 async def story_unknown_name_without_fallback():
     pool = set_up(Pool(errors()["not found"]))
     answer = await call("/v1/chat/completions", CHAT)
     return {"status": answer.status, "asked": [name for name, _ in pool.calls]}
 
 
+@ends(
+    "4.2: everything the pool does not own is 500",
+    {
+        **MAPPED,
+        "queue full": [500, None],
+        "own queue full": [500, None],
+        "with header": [500, None],
+        "unknown": [500, None],
+    },
+)
 async def story_public_load_route():
     found = {}
     for name, error in errors().items():
@@ -200,6 +256,7 @@ async def story_public_load_route():
     return found
 
 
+@ends("4.2", {name: [500, ["detail"]] for name in ALL})
 async def story_admin_load_route():
     found = {}
     for name, error in errors().items():
@@ -209,6 +266,7 @@ async def story_admin_load_route():
     return found
 
 
+@ends("1.4", {"status": 200, "unloaded": ["m"]})
 async def story_public_unload_takes_no_lock():
     pool = set_up(Pool(None))
     pool.entry.engine, pool.entry.in_use = object(), 1
@@ -217,6 +275,13 @@ async def story_public_unload_takes_no_lock():
     return {"status": answer.status, "unloaded": pool.unloaded}
 
 
+@ends(
+    "1.8, 4.2: no lease, and 500 for all but 404",
+    {
+        **{name: [500, False] for name in ALL},
+        "not found": [404, False],
+    },
+)
 async def story_audio_route():
     found = {}
     for name, error in errors().items():
@@ -226,6 +291,7 @@ async def story_audio_route():
     return found
 
 
+@ends("1.8", {**{path: [True] for path in TEXT_ROUTES}, "/v1/embeddings": [False]})
 async def story_text_routes_take_a_lease():
     found = {}
     for path, body in ROUTES.items():
@@ -235,6 +301,16 @@ async def story_text_routes_take_a_lease():
     return found
 
 
+@ends(
+    "4.2: the second refusal comes after the 200",
+    {
+        "status": 200,
+        "leases": [False, True],
+        "first byte": " ",
+        "whole": False,
+        "json": False,
+    },
+)
 async def story_embeddings_acquire_twice():
     pool = set_up(Pool(EmbeddingEngine("nowhere"), errors()["no room"]))
     answer = await call("/v1/embeddings", ROUTES["/v1/embeddings"])
@@ -247,12 +323,14 @@ async def story_embeddings_acquire_twice():
     }
 
 
+@ends("4.2", {"status": 400, "released": ["m"]})
 async def story_wrong_kind_of_model_gives_its_lease_back():
     pool = set_up(Pool(EmbeddingEngine("nowhere")))
     answer = await call("/v1/chat/completions", CHAT)
     return {"status": answer.status, "released": pool.released}
 
 
+@ends("4.4", {"waiting": True, "status": 409})
 async def story_client_that_left_is_waited_for():
     go = asyncio.Event()
     pool = set_up(Pool(go))
@@ -265,6 +343,7 @@ async def story_client_that_left_is_waited_for():
     return {"waiting": waiting, "status": answer.status}
 
 
+@ends("8", {"none": 401, "wrong": 401, "bearer": 409, "x-api-key": 409})
 async def story_keys():
     found = {}
     cases = {
@@ -280,12 +359,14 @@ async def story_keys():
     return found
 
 
+@ends("8", {"status": 401, "body": ["detail"]})
 async def story_paths_outside_the_api_have_plain_bodies():
     set_up(Pool(None), api_key="sesame")
     answer = await call("/api/status", method="GET")
     return {"status": answer.status, "body": sorted(answer.json)}
 
 
+@ends("4.2", [" ", "{}"])
 async def story_json_body_starts_with_a_space():
     async def build():
         return "{}"
@@ -293,6 +374,7 @@ async def story_json_body_starts_with_a_space():
     return [chunk async for chunk in server._with_json_keepalive(None, build())]
 
 
+@ends("4.2", {"chunks": [" "], "raised": "RuntimeError"})
 async def story_json_body_is_cut_off_by_an_error():
     async def build():
         raise RuntimeError("too late")
@@ -306,6 +388,7 @@ async def story_json_body_is_cut_off_by_an_error():
     return {"chunks": chunks, "raised": raised}
 
 
+@ends("4.3", {"first": True, "frames": "data: 1\n\n", "error": True, "end": True})
 async def story_stream_starts_with_a_keepalive_and_reports_errors():
     async def frames():
         yield "data: 1\n\n"
@@ -320,6 +403,14 @@ async def story_stream_starts_with_a_keepalive_and_reports_errors():
     }
 
 
+@ends(
+    "4.2",
+    {
+        "chunk": KEEPALIVES,
+        "comment": dict.fromkeys(KEEPALIVES, ": keep-alive\n\n"),
+        "off": dict.fromkeys(KEEPALIVES),
+    },
+)
 async def story_keepalives_by_mode():
     set_up(None)
     found = {}
@@ -337,12 +428,14 @@ async def story_keepalives_by_mode():
     return found
 
 
+@ends("4.2: with the stream's own id", True)
 async def story_chat_keepalive_with_an_id():
     return server._chat_keepalive_chunk("chatcmpl-1") == server._KEEPALIVE_CHAT_CHUNK.replace(
         "chatcmpl-keepalive", "chatcmpl-1"
     )
 
 
+@ends("2.1", ["frame", "released", "end"])
 async def story_lease_is_released_before_the_last_frame():
     events = []
 
@@ -359,13 +452,5 @@ async def story_lease_is_released_before_the_last_frame():
     return events
 
 
-def main():
-    results = {}
-    for name, story in list(globals().items()):
-        if name.startswith("story_"):
-            results[name.removeprefix("story_")] = asyncio.run(story())
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    tell()
