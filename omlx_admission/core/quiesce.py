@@ -1,6 +1,6 @@
 """Waiting for a model to come to rest, so that it can be unloaded by hand.
 
-Loop thread only. All who ask for the same unload share one :class:`Quiesce`; each
+Loop thread only. All callers of the same unload share one :class:`Quiesce`; each
 waits in its own budget and leaves by itself.
 """
 
@@ -31,7 +31,7 @@ class Quiesce:
 
     Attributes:
         engine: the engine that leaves; one that was loaded after it stays.
-        askers: how many wait for it. With the last of them the wish goes.
+        waiters: how many callers wait for it. With the last of them the unload is withdrawn.
         drains: it was in use when it was marked.
         tearing_down: one of them unloads it now; the others wait for the end of that.
     """
@@ -41,7 +41,7 @@ class Quiesce:
         self.waiters = 0
         self.drains = False
         self.tearing_down = False
-        # In order: who asked first tears down.
+        # In order: the first caller tears down.
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     def notify(self) -> None:
@@ -55,7 +55,7 @@ class Quiesce:
         """Wait until ``done``, to ``deadline`` (the loop's clock) at most.
 
         There is no await between the ``done`` that was true and the return. ``request``
-        is whose client may leave meanwhile; None where there is nobody to leave.
+        is the one whose client may leave meanwhile; None where there is no client.
         """
         loop = asyncio.get_running_loop()
         left = False

@@ -145,7 +145,7 @@ class ExposureRecorder:
         line = self._unwritten
         line.end = max(line.start, self._wall())
         try:
-            # Whoever asks for `sync` may end the process next, so it waits for another
+            # The caller that asks for `sync` may end the process next, so it waits for another
             # process to let go of the file, though not for long.
             for _ in range(_SYNC_TRIES if sync else 1):
                 if self._file.append(line, sync=sync, compact=compact):

@@ -63,7 +63,7 @@ class Totals:
 
 
 class _Ticket:
-    """One wish for the turn, of one thread."""
+    """One request for the turn, by one thread."""
 
     __slots__ = (
         "abandoned",
@@ -86,7 +86,7 @@ class _Ticket:
         self.asked = asked
         self.start = 0.0
         self.depth = 1
-        self.gate: Any = None  # a lock that whoever ends the wait releases
+        self.gate: Any = None  # a lock that the end of the wait releases
         self.abandoned = False
         self.reported = False
 
@@ -109,7 +109,7 @@ class Hold:
     def yield_turn(self, drain: Callable[[], None]) -> None:
         """In the middle of long work: let others have their turn, then wait for it again.
 
-        Does nothing where nobody waits, or where this hold lies inside another one.
+        Does nothing where no thread waits, or where this hold lies inside another one.
         ``drain`` waits for what this thread has in flight; its error is raised here and
         the turn is kept, for the holder's own clean-up.
 
@@ -174,7 +174,7 @@ class GpuTurn:
 
     @property
     def contended(self) -> bool:
-        """Whether somebody waits. A glance without the lock: it may be over by now."""
+        """Whether a thread waits. A glance without the lock: it may be over by now."""
         return len(self._queue) > 0
 
     def held(self) -> bool:

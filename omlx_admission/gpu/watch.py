@@ -3,7 +3,7 @@
 A fault is logged once per engine and class within `EVENT_WINDOW_S`, with who held the
 turn and who waited, or with who was busy where engines take no turns. A process whose
 submissions the driver ignores ends itself where that is wanted: it would answer health
-checks and generate nothing until somebody restarts it (reports §3).
+checks and generate nothing until it is restarted (oMLX issue 3706).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _WHAT = {
 
 
 class GpuFaultError(RuntimeError):
-    """A GPU fault as a client reads it. The driver's text comes first, so that whoever
-    classifies by text still can."""
+    """A GPU fault as a client reads it. The driver's text comes first, so that a
+    client that classifies by text still can."""
 
     def __init__(self, error: BaseException, fault: GpuFault, engine: str) -> None:
         super().__init__(

@@ -57,7 +57,7 @@ class Feature:
     needs: tuple[Need, ...]
     native: tuple[Need, ...] = ()
     #: Features of which one has to be applied: without it this has nothing to act on.
-    stands_on: tuple[str, ...] = ()
+    requires_any: tuple[str, ...] = ()
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -83,7 +83,7 @@ FEATURES: tuple[Feature, ...] = (
         "unloads",
         "unloads by hand wait for what runs instead of cutting it off (needs the queue)",
         unloads.NEEDS,
-        stands_on=("queue",),
+        requires_any=("queue",),
     ),
     Feature(
         "errors",
@@ -101,7 +101,7 @@ FEATURES: tuple[Feature, ...] = (
         resident.LEASE_NEEDS,
         resident.LEASE_NATIVE,
         # They hand out what it keeps.
-        stands_on=("resident", "queue"),
+        requires_any=("resident", "queue"),
     ),
     Feature(
         "off_loop_close",
@@ -110,7 +110,7 @@ FEATURES: tuple[Feature, ...] = (
         "an engine is closed on a thread, not on the event loop",
         off_loop.NEEDS,
         off_loop.NATIVE,
-        stands_on=("resident",),
+        requires_any=("resident",),
     ),
     Feature(
         "dead_engines",
@@ -118,7 +118,7 @@ FEATURES: tuple[Feature, ...] = (
         "enabled",
         "an engine whose loop has ended tells its requests, goes, and is loaded anew",
         dead.NEEDS,
-        stands_on=("resident", "queue"),
+        requires_any=("resident", "queue"),
     ),
     Feature(
         "load_thread",
@@ -135,7 +135,7 @@ FEATURES: tuple[Feature, ...] = (
         requests.NEEDS,
         # Ours stays as long as one of those that stand on it is ours.
         (*queue.NATIVE, *errors.NATIVE, *resident.LEASE_NATIVE),
-        stands_on=("queue", "errors", "leases"),
+        requires_any=("queue", "errors", "leases"),
     ),
     Feature(
         "stream_hold",
@@ -143,7 +143,7 @@ FEATURES: tuple[Feature, ...] = (
         "stream_hold_s",
         "a stream that waits long gets oMLX's keep-alives until its model is there",
         stream_hold.NEEDS,
-        stands_on=("queue",),
+        requires_any=("queue",),
     ),
     Feature(
         "surfaces",

@@ -89,19 +89,19 @@ def decide(source: Path | None = None, settings: Settings | None = None) -> Repo
     states = {v.feature.name: v.state for v in verdicts}
     for verdict in verdicts:
         if verdict.state is State.READY:
-            _judge_by_ground(verdict, states)
+            _apply_dependencies(verdict, states)
             states[verdict.feature.name] = verdict.state
     return Report(found, problem, verdicts, settings, problems, sites)
 
 
-def _judge_by_ground(verdict: Verdict, states: dict[str, State]) -> None:
-    """A feature whose every ground is missing could do nothing: say so, and why."""
-    grounds = verdict.feature.stands_on
-    if not grounds or any(states[name] is State.READY for name in grounds):
+def _apply_dependencies(verdict: Verdict, states: dict[str, State]) -> None:
+    """A feature that none of the required ones is there for could do nothing: say why."""
+    required = verdict.feature.requires_any
+    if not required or any(states[name] is State.READY for name in required):
         return
-    refused = any(states[name] is State.REFUSED for name in grounds)
+    refused = any(states[name] is State.REFUSED for name in required)
     verdict.state = State.REFUSED if refused else State.OFF
-    named = " or ".join(f"our '{name}' ({states[name].value})" for name in grounds)
+    named = " or ".join(f"our '{name}' ({states[name].value})" for name in required)
     verdict.reasons = [f"needs {named}"]
 
 
@@ -163,9 +163,9 @@ class Installer:
                     self._apply(part, module)
         self._strict()
         if module.__name__ == _LAST:
-            self._say_active()
+            self._log_active()
 
-    def _say_active(self) -> None:
+    def _log_active(self) -> None:
         """One line in the server's own log, which is set up by now."""
         applied = [v.feature.name for v in self.report.verdicts if v.state is State.APPLIED]
         found = self.report.found
@@ -193,7 +193,7 @@ class Installer:
             logger.exception("admission: applying '%s' failed; oMLX runs stock", name)
             # The wrappers lie round each other: a feature cannot be taken out of
             # the middle, and half a stack is what no test has ever run.
-            self.undo(f"applying '{name}' raised {_said(error)}")
+            self.undo(f"applying '{name}' raised {_describe(error)}")
             return
         if not part.optional:
             self._missing_parts[name].remove(part.module)
@@ -221,7 +221,7 @@ class Installer:
             sys.exit("omlx-admission: OMLX_ADMISSION_STRICT=1 and " + "; ".join(reasons))
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """The error in a line. Of a module whose import hooks run, Python says that it is
     imported in a circle whenever it lacks a name."""
     holder = getattr(error, "obj", None)

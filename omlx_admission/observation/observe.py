@@ -3,7 +3,7 @@
 Every method that is told something returns at once, takes O(1), keeps a bounded
 amount and raises nothing: a fault in here must not cost a request anything.
 Methods for the pool run on the event loop's thread; :meth:`Observer.turn` runs on
-engines' threads and :meth:`Observer.look` on the watching one.
+engines' threads and :meth:`Observer.check_stuck` on the watching one.
 
 Times are seconds of ``time.monotonic`` inside; what goes out for people is the
 time of day (``time.time``), converted once, when it is asked for.
@@ -43,7 +43,7 @@ _STUCK_TIMES = 5.0
 _STUCK_LEAST_S = 60.0
 
 #: How often the watching thread looks, in seconds.
-LOOK_S = 1.0
+CHECK_S = 1.0
 
 WAIT_BOUNDS = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 TURN_BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -52,7 +52,7 @@ AGE_BOUNDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.
 _P = ParamSpec("_P")
 
 
-def _quiet(method: Callable[_P, None]) -> Callable[_P, None]:
+def never_raises(method: Callable[_P, None]) -> Callable[_P, None]:
     """Log the first fault of ``method`` and swallow every one."""
     noted = False
 
@@ -86,7 +86,7 @@ class Progress:
 class Problem:
     """Something that is stuck or broken, for status, page and log.
 
-    ``logged``: whoever found it writes the log line itself.
+    ``logged``: the check that found it writes the log line itself.
     """
 
     kind: str
@@ -177,7 +177,7 @@ class Observer(Events):
 
     # -- requests -------------------------------------------------------------
 
-    @_quiet
+    @never_raises
     def enqueued(self, waiter: Waiter, waiting: int) -> None:
         """``waiter`` has joined the queue of ``waiting`` requests."""
         model = waiter.target.model
@@ -191,7 +191,7 @@ class Observer(Events):
             waiting,
         )
 
-    @_quiet
+    @never_raises
     def left(self, waiter: Waiter, now: float, waiting: int, queued: bool) -> None:
         """``waiter`` has ended; ``now`` is of the clock that it was enqueued by.
 
@@ -217,7 +217,7 @@ class Observer(Events):
             waited,
         )
 
-    @_quiet
+    @never_raises
     def refused(self, model: str, code: str, text: str, waited: float, request: Any) -> None:
         """A request was told no. ``request`` is what has an ``id``, or None."""
         self.version += 1
@@ -229,7 +229,7 @@ class Observer(Events):
 
     # -- swaps ----------------------------------------------------------------
 
-    @_quiet
+    @never_raises
     def drain_began(self, models: Sequence[str], target: str) -> None:
         """``models`` take no new requests until they are idle."""
         for model in models:
@@ -237,14 +237,14 @@ class Observer(Events):
             self._begin("drain", model, limit, detail=target)
             self._state(model, "draining")
 
-    @_quiet
+    @never_raises
     def drain_withdrawn(self, models: Sequence[str]) -> None:
         """They serve on."""
         for model in models:
             self._end("drain", model)
             self._state(model, "resident")
 
-    @_quiet
+    @never_raises
     def swap_began(
         self,
         target: str,
@@ -266,7 +266,7 @@ class Observer(Events):
         swap.at = self.wall()
         self.swaps.append(swap)
 
-    @_quiet
+    @never_raises
     def swap_ended(self, target: str, result: str, served: int = 0) -> None:
         """``result``: loaded, failed, no room, or cancelled."""
         self._end("swap", target)
@@ -279,14 +279,14 @@ class Observer(Events):
 
     # -- the pool -------------------------------------------------------------
 
-    @_quiet
+    @never_raises
     def load_began(self, model: str, estimate_s: float) -> None:
-        """The pool loads ``model``, for whomever; ``estimate_s`` where no swap knows better."""
+        """The pool loads ``model``; ``estimate_s`` where no swap knows better."""
         expected = self._expected.get(model, estimate_s)
         self._begin("load", model, self._load_limit(expected), estimate_s=expected)
         self._state(model, "loading")
 
-    @_quiet
+    @never_raises
     def load_ended(self, model: str, ok: bool) -> None:
         """It is resident, or the load has failed or was cancelled."""
         load = self._end("load", model)
@@ -296,7 +296,7 @@ class Observer(Events):
         elif load is not None:
             self._add(self.loads, self.name(model), self.clock() - load.began, WAIT_BOUNDS)
 
-    @_quiet
+    @never_raises
     def unload_began(self, model: str, unused_s: float) -> None:
         """The pool gives ``model`` up, ``unused_s`` seconds after its last use."""
         drain = self._end("drain", model)
@@ -307,7 +307,7 @@ class Observer(Events):
         self._begin("unload", model, self.stuck_s or _STUCK_LEAST_S)
         self._state(model, "unloading")
 
-    @_quiet
+    @never_raises
     def unload_ended(self, model: str, resident: bool) -> None:
         """Its teardown has ended; ``resident``: it is still there."""
         unload = self._end("unload", model)
@@ -317,7 +317,7 @@ class Observer(Events):
 
     # -- the GPU turn -----------------------------------------------------------
 
-    @_quiet
+    @never_raises
     def turn(self, engine: str, asked: float, start: float, end: float) -> None:
         """One turn of ``engine`` has ended. Times of ``time.monotonic``; any thread."""
         with self._turn_lock:
@@ -433,15 +433,15 @@ class Observer(Events):
     # -- watching -------------------------------------------------------------
 
     def start_watch(self) -> None:
-        """Look every `LOOK_S` seconds, in a thread: a blocked event loop is noticed too."""
+        """Look every `CHECK_S` seconds, in a thread: a blocked event loop is noticed too."""
         if self._watching is not None:
             return
         stop = self._watching = threading.Event()
 
         def watch() -> None:
-            self.look()
-            while not stop.wait(LOOK_S):
-                self.look()
+            self.check_stuck()
+            while not stop.wait(CHECK_S):
+                self.check_stuck()
 
         threading.Thread(target=watch, name="admission-watch", daemon=True).start()
 
@@ -451,8 +451,8 @@ class Observer(Events):
         if stop is not None:
             stop.set()
 
-    @_quiet
-    def look(self) -> None:
+    @never_raises
+    def check_stuck(self) -> None:
         """Log what is newly stuck, once, and what no longer is; refresh sections."""
         for refresh in list(self._refreshes):
             refresh()

@@ -113,7 +113,7 @@ def _until_served(
             return left_of(policy, swap, now)
     if target in facts.view.ready and target.model not in policy.gated:
         return 0.0
-    # Whoever is served before it will have to drain.
+    # What is served before it will have to drain.
     return policy.estimates.swap(target.model, size) + policy.estimates.drain(target.model)
 
 

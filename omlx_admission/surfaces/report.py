@@ -28,7 +28,7 @@ from omlx_admission.gpu.policy.exposure import (
 from omlx_admission.surfaces.cli import CommandError
 
 FACTOR = 5.0
-"""The reduction that a serialised run is asked to show, as in reports §2."""
+"""The reduction that a serialised run is asked to show, as in oMLX issue 4224."""
 
 _BUSY = {0: "none", 1: "one", 2: "two or more"}
 _LONG = {0: "none", 1: "one engine", 2: "two or more"}

@@ -26,7 +26,7 @@ GRACE_S = 10.0
 own error, usually as the victim, comes with the GPU's reset a few seconds later."""
 
 SIZES: dict[str, dict[str, int]] = {
-    # Near what reports §2 saw: a 2,048-token chunk over 32K of context beside a decode.
+    # Near what oMLX issue 4224 saw: a 2,048-token chunk over 32K of context beside a decode.
     "gpu": {
         "prefill_width": 4096,
         "prefill_layers": 4,

@@ -269,7 +269,7 @@ def test_a_drain_that_hangs_is_told(
         assert read(house)["health"]["ok"]
         later = seen.clock() + 21.0
         seen.clock = lambda: later
-        seen.look()
+        seen.check_stuck()
         (problem,) = read(house)["health"]["problems"]
         assert (problem["kind"], problem["model"]) == ("drain", "a")
         assert "admission: stuck: the drain of 'a' for 'b'" in caplog.text
@@ -296,7 +296,7 @@ def test_a_turn_that_hangs_is_told_without_its_stack(
     now = 160.0
     assert status.build(facts, seen)["health"]["ok"]
     now = 161.5
-    seen.look()
+    seen.check_stuck()
     document = status.build(facts, seen)
     VALIDATOR.validate(json.loads(json.dumps(document)))
     (problem,) = document["health"]["problems"]
@@ -307,7 +307,7 @@ def test_a_turn_that_hangs_is_told_without_its_stack(
     assert "test_surfaces" not in json.dumps(document)
     assert "'a' (decode burst) has held the GPU turn for 62 s, limit 60 s" in caplog.text
     hold.release()
-    seen.look()
+    seen.check_stuck()
     assert status.build(facts, seen)["health"]["ok"]
     assert "the turn of 'a' goes on" in caplog.text
     assert seen.turn_holds["a"].count == 1

@@ -1,4 +1,4 @@
-"""The figures of reports §2, and the statistics at their edges."""
+"""The figures of oMLX issue 4224, and the statistics at their edges."""
 
 import math
 
@@ -14,7 +14,7 @@ from omlx_admission.gpu.policy.exposure import (
     poisson_rate,
 )
 
-# Reports §2: two engines busy 6.9 h with 9 hangs, exactly one busy 35.9 h with none.
+# oMLX issue 4224: two engines busy 6.9 h with 9 hangs, exactly one busy 35.9 h with none.
 HANGS, BOTH, ANY = 9, 6.9, 42.8
 
 

@@ -164,12 +164,12 @@ def test_what_is_longer_than_its_limit_is_stuck(
         "swap": lambda: seen.swap_began("b", (), "fits", 0.0, 5.0),
     }[kind]()
     clock.now += 20.0
-    seen.look()
+    seen.check_stuck()
     assert seen.problems() == []
     clock.now += 1.0
     before = seen.version
-    seen.look()
-    seen.look()
+    seen.check_stuck()
+    seen.check_stuck()
     (problem,) = seen.problems()
     assert (problem.kind, problem.model, problem.seconds) == (kind, "b", 21.0)
     assert len(lines(caplog)) == 1, "said once"
@@ -181,7 +181,7 @@ def test_what_is_longer_than_its_limit_is_stuck(
     seen.unload_ended("b", resident=False)
     seen.drain_withdrawn(("b",))
     seen.swap_ended("b", "loaded")
-    seen.look()
+    seen.check_stuck()
     assert seen.problems() == []
     assert lines(caplog)[-1] == f"admission: the {kind} of 'b' goes on"
 
@@ -210,10 +210,10 @@ def test_a_check_of_a_section_is_a_problem_like_the_others(
     found = [Problem("turn", "a", 61.0, 60.0, "'a' holds the turn")]
     remove = seen.register_section("gpu_turn", lambda: {"on": True}, lambda: found)
     assert seen.sections() == {"gpu_turn": {"on": True}}
-    seen.look()
+    seen.check_stuck()
     assert lines(caplog) == ["admission: stuck: 'a' holds the turn"]
     found[:] = [Problem("turn", "b", 61.0, 60.0, "logged elsewhere", logged=True)]
-    seen.look()
+    seen.check_stuck()
     assert "logged elsewhere" not in "".join(lines(caplog))
     remove()
     assert seen.sections() == {}
@@ -243,7 +243,7 @@ def test_nothing_it_is_told_raises(
         seen.load_began("b", 1.0)
         seen.load_ended("b", ok=True)
         seen.unload_began("a", 1.0)
-        seen.look()
+        seen.check_stuck()
     assert "the observer failed" in "".join(lines(caplog))
     assert len(lines(caplog)) <= 8, "once a place"
 
@@ -280,9 +280,9 @@ def test_memory_is_bounded_whatever_comes(seen: Observer, clock: Clock) -> None:
 def test_the_watch_looks_by_itself_and_ends(seen: Observer, mocker: Any) -> None:
     import threading
 
-    mocker.patch.object(sys.modules[Observer.__module__], "LOOK_S", 0.001)
+    mocker.patch.object(sys.modules[Observer.__module__], "CHECK_S", 0.001)
     looked = threading.Event()
-    mocker.patch.object(seen, "look", looked.set)
+    mocker.patch.object(seen, "check_stuck", looked.set)
     seen.start_watch()
     seen.start_watch()
     assert looked.wait(10)

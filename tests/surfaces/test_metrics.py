@@ -212,7 +212,7 @@ def test_the_real_sections_fit(mocker: Any) -> None:
     sample = Sample()
     removals = surface_sections.register(sample.observer)
     turn.acquire("a", "decode").release()
-    sample.observer.look()
+    sample.observer.check_stuck()
     found = families(sample)
     assert found["omlx_admission_gpu_overlap_seconds"].samples[0].value == 5.0
     assert found["omlx_admission_gpu_faults"].samples[0].value == 2

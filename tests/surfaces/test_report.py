@@ -1,4 +1,4 @@
-"""``omlx-admission report`` on the figures of reports §2, and on files that are not right."""
+"""``omlx-admission report`` on the figures of oMLX issue 4224, and on bad files."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ V = Versions("0.6.3rc2", "0.32.2", "macOS 26.1 arm64", "0.1.0")
 
 
 def reported() -> Record:
-    """The hours and hangs of reports §2: 6.9 h and 9 with two engines busy, of them 5.2 h
+    """The hours and hangs of oMLX issue 4224: 6.9 h and 9 with two engines busy, of them 5.2 h
     and 6 with long requests in both; 35.9 h and none with one, of them 23.4 h long."""
     return Record(
         seconds={

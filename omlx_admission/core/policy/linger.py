@@ -32,7 +32,7 @@ class Linger:
         self._ping_pong_until = float("-inf")
 
     def observe(self, view: PoolView, now: float) -> None:
-        """Note who is idle since when."""
+        """Note which models are idle, and since when."""
         for model in view.models.values():
             if model.busy or model.loading:
                 self._idle_since.pop(model.model, None)
@@ -58,7 +58,7 @@ class Linger:
             _put(self._comes_back, target, False)
 
     def wanted(self, target: Target, now: float) -> None:
-        """Somebody asks for ``target``, which does not serve."""
+        """A request asks for ``target``, which does not serve."""
         given_up = self._given_up.pop(target, None)
         if given_up is not None and now <= given_up + self._length(target.model):
             # It was wanted again sooner than its swap was worth: ping-pong.

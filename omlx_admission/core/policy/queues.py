@@ -24,7 +24,7 @@ _FORGIVEN_AFTER_S = 30.0
 #: never grow old enough to be served.
 _COMES_BACK_S = {Outcome.EXPIRED: 65.0, Outcome.CANCELLED: 10.0}
 
-#: Whoever is refused comes back within so many seconds (``Retry-After`` is never
+#: A refused client comes back within so many seconds (``Retry-After`` is never
 #: longer), and should be served then: the target is due by that time.
 _BACK_WITHIN_S = 60.0
 
@@ -75,7 +75,7 @@ class Queue:
 
     @property
     def stands_back_until(self) -> float:
-        """Until when it keeps nobody else waiting: its loads were refused too often."""
+        """Until when it keeps no other target waiting: its loads were refused too often."""
         if self.retries < _PATIENCE_REFUSALS:
             return -_NEVER
         return self.retry_at + _FORGIVEN_AFTER_S
@@ -124,16 +124,16 @@ class Queues:
         return self._queues[target]
 
     def get(self, target: Target) -> Queue | None:
-        """The queue of ``target``, None if nobody waits for it."""
+        """The queue of ``target``, None if no request waits for it."""
         return self._queues.get(target)
 
     def items(self) -> ItemsView[Target, Queue]:
-        """Targets that somebody waits for, and their queues, in no order that matters."""
+        """Targets that requests wait for, and their queues, in no order that matters."""
         return self._queues.items()
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Targets that somebody waits for, the longest wanted first."""
+        """Targets that requests wait for, the longest wanted first."""
         if self._order is None:
             queues = self._queues
             self._order = tuple(
@@ -260,7 +260,7 @@ class Queues:
         self._order = None
 
     def _remember(self, target: Target, queue: Queue, outcome: Outcome, now: float) -> None:
-        """The demand goes on for a while though nobody waits at the moment."""
+        """The demand goes on for a while though no request waits at the moment."""
         for old in [t for t, demand in self._demands.items() if demand.until < now]:
             del self._demands[old]
         until = now + _COMES_BACK_S.get(outcome, 0.0)

@@ -20,7 +20,8 @@ from typing import NamedTuple
 from omlx_admission.gpu.policy.faults import GpuFault
 
 LONG_TOKENS = 32_768
-"""A request of this many tokens, prompt and answer together, counts as long (reports §2)."""
+"""A request of this many tokens, prompt and answer together, counts as long, as in oMLX
+issue 4224, which "the report" is below."""
 
 EVENT_WINDOW_S = 10.0
 """One lockup is reported by several engines and again while they clean up. Reports less
@@ -136,7 +137,7 @@ class Exposure:
 
         Busy means from the first request's start to the last one's end, waiting for the
         GPU included: an engine must not turn idle between two bursts of one request, or
-        the hours would not compare with reports §2.
+        the hours would not compare with the report's.
         """
         long = longest >= LONG_TOKENS
         if self._busy.get(engine) is not long:
@@ -246,7 +247,7 @@ def chance_in_share(inside: int, total: int, share: float) -> float:
     """The chance that ``inside`` or more of ``total`` independent events fall in a part
     that holds ``share`` (0 to 1) of the time, if time is all that matters.
 
-    With all inside it is ``share ** total``. Reports §2 give 7.5e-8 for nine of nine in
+    With all inside it is ``share ** total``. The report gives 7.5e-8 for nine of nine in
     6.9 h of 42.8 h (two engines busy, of the hours with any busy); those rounded hours
     give 7.4e-8, and hours that round to them from 6.8e-8 to 7.9e-8.
     """
@@ -286,7 +287,7 @@ def hours_needed(
     falls to ``alpha``: the shown result is then a rate under ``1 / factor`` of the former.
 
     Without a fault this is ``factor * hours * (alpha ** (-1 / faults) - 1)``. For nine
-    faults in 6.9 h it gives the figures of reports §2: 2.7 h for p < 0.05, 4.6 h for
+    faults in 6.9 h it gives the report's figures: 2.7 h for p < 0.05, 4.6 h for
     p < 0.01, and for a reduction of at least five times 13.6 h, within the report's
     "11.5 to 14 h". Taking the former rate as known instead would give 2.3 h and 3.5 h,
     which are not the report's first two figures: see `hours_needed_known_rate`.
@@ -317,7 +318,7 @@ def hours_needed_known_rate(
 
     It leaves out how uncertain the former rate is. For nine faults in 6.9 h and a factor of
     five it gives 11.5 h at 0.05 and 14.1 h at 0.025 (0.05 split over both sides): the ends
-    of the "11.5 to 14 h" in reports §2, with the 13.6 h of `hours_needed` between them.
+    of the report's "11.5 to 14 h", with the 13.6 h of `hours_needed` between them.
     The report does not say how it was computed; its upper end, rounded, may be either.
     """
     if faults <= 0 or hours <= 0.0 or not 0.0 < alpha < 1.0 or factor <= 0.0:

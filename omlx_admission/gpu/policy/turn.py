@@ -1,8 +1,8 @@
-"""Who has the GPU, who comes next: strict first come, first served, with re-entry.
+"""The holder of the GPU turn and its successor: strict first come, first served, with re-entry.
 
 Pure: no threads, no clock. The one rule that matters is that the *releaser* names
 the next holder, in the same step in which it lets go. A newcomer never finds the
-turn free while somebody waits, so nobody overtakes and no wake-up can be lost
+turn free while another thread waits, so none overtakes and no wake-up can be lost
 between two steps. `gpu.turn` adds the lock, the waiting and the time.
 """
 
@@ -48,14 +48,14 @@ class TurnQueue(Generic[Ticket]):
         if ticket is self._holder or id(ticket) in self._waiting:
             raise TurnError("this ticket is in use")
         if self._holder is None:
-            # Nobody waits either: release() leaves no holder only where none does.
+            # No ticket waits either: release() leaves no holder only where none does.
             self._holder = ticket
             return True
         self._waiting[id(ticket)] = ticket
         return False
 
     def release(self, ticket: Ticket) -> Ticket | None:
-        """``ticket`` lets go. Returns the next holder, to be woken; None: nobody waits.
+        """``ticket`` lets go. Returns the next holder, to be woken; None: no ticket waits.
 
         Raises:
             TurnError: it is not its turn.

@@ -175,7 +175,7 @@ def _publish(scheduler: Any) -> None:
 def fail_all(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
     """Clean-up after an error must happen: it waits for the turn, though not for long."""
     state = _state(scheduler)
-    state.error = None  # everybody whom it concerned fails now
+    state.error = None  # every request that it concerned fails now
     return gpu_hold.held(
         state.name,
         "failure clean-up",
@@ -233,7 +233,7 @@ def ahead(site: str) -> Any:
 
 
 async def stop(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
-    """The loop ends: whoever waits for the turn on its thread leaves now."""
+    """The loop ends: a wait for the turn on its thread ends now."""
     state = _leave(core)
     try:
         return await wrapped(*args, **kwargs)
@@ -243,7 +243,7 @@ async def stop(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
 
 
 def close(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
-    """Teardown blocks the event loop on the engine's thread: nobody may wait there."""
+    """Teardown blocks the event loop on the engine's thread: nothing may wait there."""
     _leave(core)
     return wrapped(*args, **kwargs)
 

@@ -1,6 +1,6 @@
 """Every place where oMLX submits GPU work, and whether the turn covers it.
 
-A site that is not covered says why. Shares of GPU time are of reports §2 where given.
+A site that is not covered says why. Shares of GPU time are those of oMLX issue 4224.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Site:
         note: how it is held, or why it is not.
         anchor: what of oMLX it hangs on; where that is missing, so is the site.
         jobs: the module's jobs for the global executor, by which it is recognised; where
-            one is not known, nobody can say that it is covered.
+            one is not known, the site is not shown as covered.
     """
 
     name: str

@@ -23,7 +23,7 @@ def apply_turn(_module: Any, ledger: Ledger, wanted: Any) -> None:
     gpu_turn.current = gpu_turn.GpuTurn(stuck_s=stuck_s, limit_s=limit_s)
 
     def undo() -> None:
-        # Waiters and the holder keep the object that they know; nobody new comes.
+        # Waiters and the holder keep the object that they know; no new ones come.
         gpu_turn.current = None
 
     ledger.on_undo(undo)

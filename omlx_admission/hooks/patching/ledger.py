@@ -101,7 +101,7 @@ class Ledger:
     def undo(self, since: Mark | None = None) -> list[str]:
         """Restore every original, or those since a mark.
 
-        Returns the names that somebody else has wrapped meanwhile.
+        Returns the names that another tool has wrapped meanwhile.
         """
         kept = since or Mark(0, 0)
         left: list[str] = []
