@@ -69,13 +69,13 @@ class _Ticket:
         "abandoned",
         "asked",
         "depth",
-        "gate",
         "name",
         "owner",
         "reported",
         "site",
         "start",
         "thread",
+        "wake",
     )
 
     def __init__(self, name: str, site: str, owner: Hashable, asked: float) -> None:
@@ -86,7 +86,7 @@ class _Ticket:
         self.asked = asked
         self.start = 0.0
         self.depth = 1
-        self.gate: Any = None  # a lock that the end of the wait releases
+        self.wake: Any = None  # a lock that the end of the wait releases
         self.abandoned = False
         self.reported = False
 
@@ -216,7 +216,7 @@ class GpuTurn:
             for ticket in list(self._queue.waiting):
                 if ticket.owner == owner and self._queue.withdraw(ticket):
                     ticket.abandoned = True
-                    ticket.gate.release()
+                    ticket.wake.release()
                     ended += 1
         return ended
 
@@ -257,8 +257,8 @@ class GpuTurn:
             self._count_abandoned()
             raise TurnAbandoned
         with self._mutex:
-            ticket.gate = threading.Lock()
-            ticket.gate.acquire()
+            ticket.wake = threading.Lock()
+            ticket.wake.acquire()
             if self._queue.request(ticket):
                 ticket.start = ticket.asked
                 return ticket
@@ -287,7 +287,7 @@ class GpuTurn:
                     alive = None
                     logger.debug("admission: a waiter cannot say it is alive", exc_info=True)
             left = deadline - self._clock()
-            if ticket.gate.acquire(timeout=max(0.0, min(LOOK_S, left))):
+            if ticket.wake.acquire(timeout=max(0.0, min(LOOK_S, left))):
                 if ticket.abandoned:
                     self._count_abandoned()
                     raise TurnAbandoned
@@ -297,8 +297,8 @@ class GpuTurn:
                 raise TurnAbandoned
             self._look_at_holder()
             if self._clock() >= deadline:
-                # The gate is asked once more: the turn may have come meanwhile.
-                if ticket.gate.acquire(blocking=False) and not ticket.abandoned:
+                # The lock is asked once more: the turn may have come meanwhile.
+                if ticket.wake.acquire(blocking=False) and not ticket.abandoned:
                     return
                 raise self._timeout(ticket, limit_s)
 
@@ -333,7 +333,7 @@ class GpuTurn:
         following = self._queue.release(ticket)
         if following is not None:
             following.start = now
-            following.gate.release()
+            following.wake.release()
         self._recent.append(span)
         totals = self._totals.get(ticket.name)
         if totals is None:

@@ -305,8 +305,8 @@ def test_an_exception_thrown_in_as_the_turn_arrives_passes_it_on(
     a.ask().result(PATIENCE_S)
     for_b, for_c = b.ask(), c.ask()
     ticket = next(turn._queue.waiting)
-    ticket.gate = Gate(ticket.gate)
-    # Let the waiter come round to the new gate before the turn arrives.
+    ticket.wake = Gate(ticket.wake)
+    # Let the waiter come round to the new lock before the turn arrives.
     b.parked.clear()
     assert b.parked.wait(PATIENCE_S)
     assert b.parked.wait(PATIENCE_S)
