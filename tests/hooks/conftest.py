@@ -118,6 +118,19 @@ class House:
     async def release(self, model: str) -> None:
         await self.pool.release_engine(model)
 
+    async def use(self, *models: str) -> None:
+        """One request for each, one after the other: what fits is loaded and idle then."""
+        for model in models:
+            await self.get(model)
+            await self.release(model)
+
+    async def held_load(self, model: str) -> asyncio.Task[Any]:
+        """A request for ``model`` whose load has begun and ends by :meth:`let_load`."""
+        self.hold_loads = True
+        asked = self.ask(model)
+        await until(lambda: f"load {model}" in self.events)
+        return asked
+
     def entry(self, model: str) -> Any:
         return self.pool._entries[model]
 
@@ -156,6 +169,26 @@ async def until(condition: Callable[[], bool], turns: int = 3000) -> None:
             return
         await asyncio.sleep(0.001)
     raise AssertionError("what the test waits for never happened")
+
+
+def enforcer_of(pool: Any, usage: int = 0, **arguments: Any) -> Any:
+    """Stock's memory enforcer, not polling; its reading is its ``usage``, the ceiling 1000."""
+    from omlx.process_memory_enforcer import ProcessMemoryEnforcer
+
+    class Enforcer(ProcessMemoryEnforcer):  # type: ignore[misc]
+        def _current_usage_bytes(self) -> int:
+            return int(self.usage)
+
+        def _get_hard_limit_bytes(self) -> int:
+            return 1000
+
+        def _propagate_memory_limit(self) -> None:
+            pass
+
+    enforcer = Enforcer(pool, **arguments)
+    enforcer.usage = usage
+    pool._process_memory_enforcer = enforcer
+    return enforcer
 
 
 class Loop(asyncio.SelectorEventLoop):

@@ -59,8 +59,7 @@ def test_b14_steady_traffic_on_one_variant_does_not_freeze_the_other(
         await settle()
         await house.get("d", runtime_settings={"mtp": 1})
         # Another model that fits beside it is not held up by the reloads.
-        await house.get("p")
-        await house.release("p")
+        await house.use("p")
         await house.release("d")
         stop.set()
         await asyncio.gather(*clients)
@@ -72,9 +71,7 @@ def test_b14_steady_traffic_on_one_variant_does_not_freeze_the_other(
 def test_b17_requests_all_through_a_load_are_served_by_it(make_house: Make) -> None:
     async def test() -> None:
         house = make_house()
-        house.hold_loads = True
-        first = house.ask("a")
-        await until(lambda: "load a" in house.events)
+        first = await house.held_load("a")
         second, third = house.ask("a"), house.ask("a")
         await settle()
         first.cancel()
@@ -158,8 +155,7 @@ def test_b47_a_low_reading_does_not_admit_a_second_model(make_house: Make) -> No
 
     async def test() -> None:
         house = make_house()
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         house.events.clear()
         await house.get("b")
         assert house.events == ["unload a", "unloaded a", "load b", "loaded b"]

@@ -63,8 +63,7 @@ def test_c1_a_dip_at_the_first_look_is_waited_out_and_nobody_leaves_for_it(
 
     async def test() -> None:
         house = balanced(make_house)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         house.ceiling = DIP
         for_b = house.ask("b")
         await look(house)
@@ -103,13 +102,12 @@ def test_c1_a_dip_that_outlasts_the_budget_is_503_and_names_the_ceiling(
     make_house: Make,
 ) -> None:
     async def test() -> None:
-        house = balanced(make_house, max_wait_s=0.05)
-        await house.get("d")
-        await house.release("d")
+        house = balanced(make_house, max_wait_s=30.0)
+        await house.use("d")
         house.ceiling = DIP
         request = request_to(CHAT)
         with within(request), pytest.raises(admission_refused()):
-            await house.get("b")
+            await soon(house.ask("b"))
         refusal = request.refusal
         assert refusal is not None
         assert (refusal.status, refusal.code) == (503, "model_swap_timeout")
@@ -163,8 +161,7 @@ def test_c1_the_ceiling_falls_while_the_load_waits_for_the_pool(make_house: Make
 
     async def test() -> None:
         house = balanced(make_house)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         async with house.pool._lock:
             for_b = house.ask("b")
             await settle()
@@ -206,9 +203,7 @@ def test_c1_a_dip_during_a_drain_neither_ends_it_nor_evicts(make_house: Make) ->
 def test_c1_a_load_that_the_enforcer_ends_in_a_dip_is_tried_again(make_house: Make) -> None:
     async def test() -> None:
         house = balanced(make_house)
-        house.hold_loads = True
-        for_b = house.ask("b")
-        await until(lambda: "load b" in house.events)
+        for_b = await house.held_load("b")
         house.ceiling = DIP
         house.entry("b").abort_loading = True  # what the enforcer does under pressure
         await house.let_load("b")

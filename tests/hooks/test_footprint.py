@@ -51,8 +51,7 @@ def test_p5_the_load_begins_when_the_footprint_has_noticed(
             await start(name)
 
         mocker.patch.object(house, "_start", started)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         for model in "babab":
             swap = house.ask(model)
             await until(lambda: house.resident() == set() and bool(kernel.read()))
@@ -100,8 +99,7 @@ def test_p5_a_footprint_that_never_falls_stops_nothing_for_good(
         mocker.patch.object(footprint, "_LONGEST_S", 0.1)
         house = make_house()
         Kernel(house, mocker)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         await house.get("b")
         assert house.resident() == {"b"}
         await house.release("b")
@@ -114,8 +112,7 @@ def test_p5_an_unload_that_is_not_ours_waits_for_nothing(make_house: Make, mocke
     async def test() -> None:
         house = make_house()
         kernel = Kernel(house, mocker)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         await asyncio.wait_for(house.pool._unload_engine("a"), 5)
         assert kernel.read() == 650
         house.assert_idle()
@@ -129,8 +126,7 @@ def test_p5_a_client_that_leaves_meanwhile_leaves_nothing(
     async def test() -> None:
         house = make_house()
         kernel = Kernel(house, mocker)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         swap = house.ask("b")
         await until(lambda: house.pool._current_model_memory == 0)
         swap.cancel()

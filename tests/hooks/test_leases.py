@@ -82,8 +82,7 @@ def test_b12_without_the_queue_stock_finds_no_victim_either(
             await house.get("b")
         assert house.entry("a").engine is engine
         request.end()
-        await house.get("b")
-        await house.release("b")
+        await house.use("b")
         house.assert_idle()
 
     run(test)

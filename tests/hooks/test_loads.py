@@ -85,10 +85,7 @@ def test_p1_a_load_that_nothing_works_for_is_given_up_after_its_waiters_answer(
         assert "loading" in await is_refused(house.ask("b"))
         await until(lambda: not house.entry("b").is_loading)
         house.hold_loads = False
-        await house.get("a")
-        await house.release("a")
-        await house.get("b")
-        await house.release("b")
+        await house.use("a", "b")
         assert house.events.count("load b") == 2
         house.assert_idle()
 
@@ -98,9 +95,7 @@ def test_p1_a_load_that_nothing_works_for_is_given_up_after_its_waiters_answer(
 def test_p1_but_not_while_somebody_waits(make_house: Make) -> None:
     async def test() -> None:
         house = make_house()
-        house.hold_loads = True
-        asked = house.ask("b")
-        await until(lambda: "load b" in house.events)
+        asked = await house.held_load("b")
         await later(0.5)
         house.admission.step()
         await settle()
@@ -162,8 +157,7 @@ def test_p1_a_stuck_thread_costs_no_other_model_its_place(
     async def test() -> None:
         house = make_house(max_wait_s=2.0, max_age_s=0.0)
         house.entry("b").estimated_size = 800
-        await house.get("d")
-        await house.release("d")
+        await house.use("d")
         house.admission.policy.estimates.saw_swap("a", 0.05)
         thread = on_the_thread(house)
         await is_refused(house.ask("a"))
@@ -171,8 +165,7 @@ def test_p1_a_stuck_thread_costs_no_other_model_its_place(
             for_b = house.ask("b")
             await later(0.5)
             # D serves beside a waiter of B that is older than any age.
-            await house.get("d")
-            await house.release("d")
+            await house.use("d")
             text = await is_refused(for_b)
             assert re.search(r"'a' \(for \d s already\) loading", text), text
         view = house.admission.port.view((), 0)

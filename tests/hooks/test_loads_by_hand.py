@@ -51,8 +51,7 @@ def test_c6_of_a_model_that_is_torn_down_it_loads_it_again(
 ) -> None:
     async def test() -> None:
         house = make_house()
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         house.hold_unloads = True
         unloading = asyncio.create_task(house.pool._unload_engine("a"))
         await until(lambda: "unload a" in house.events)
@@ -103,8 +102,7 @@ def test_c5_others_leave_the_model_for_its_first_use(
     async def test() -> None:
         house = make_house(max_age_s=0.0)
         if loaded:
-            await house.get("b")
-            await house.release("b")
+            await house.use("b")
         assert await load(house, "b", admin) == ("already loaded" if loaded else "loaded")
         for_a = house.ask("a")
         await settle()
@@ -112,8 +110,7 @@ def test_c5_others_leave_the_model_for_its_first_use(
         await settle()
         assert not for_a.done()
         # The first use of it is served at once, and A after it.
-        await house.get("b")
-        await house.release("b")
+        await house.use("b")
         await for_a
         assert house.resident() == {"a"}
         await house.release("a")

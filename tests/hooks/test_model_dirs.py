@@ -84,8 +84,7 @@ def test_p3_a_second_change_waits_for_the_first_and_then_does_its_own(
         assert house.resident() == set()
         books_are_right(house)
         assert state_of(house.pool).reloading is None
-        await house.get("d")
-        await house.release("d")
+        await house.use("d")
         house.assert_idle()
 
     run(test)
@@ -112,9 +111,7 @@ def test_p4_a_load_in_progress_keeps_its_entry_and_its_bytes(
     house: House, reload: Reload
 ) -> None:
     async def test() -> None:
-        house.hold_loads = True
-        for_a = house.ask("a")
-        await until(lambda: "load a" in house.events)
+        for_a = await house.held_load("a")
         entry = house.entry("a")
         change = reload(max_wait="0.05")
         assert (await change.task)[0] is True
@@ -137,8 +134,7 @@ def test_p4_a_load_that_evicts_is_waited_for(house: House, reload: Reload) -> No
     """It has dropped one engine and has none of its own: stock's entries say nothing."""
 
     async def test() -> None:
-        await house.get("b")
-        await house.release("b")
+        await house.use("b")
         house.hold_unloads = True
         for_a = house.ask("a")
         await until(lambda: "unload b" in house.events)
@@ -166,8 +162,7 @@ def test_a_teardown_that_has_yet_to_book_its_bytes_is_waited_for(
     from omlx.engine_core import get_mlx_executor
 
     async def test() -> None:
-        await house.get("d")
-        await house.release("d")
+        await house.use("d")
         free = threading.Event()
         get_mlx_executor().submit(free.wait)
         try:

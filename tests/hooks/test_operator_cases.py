@@ -182,8 +182,7 @@ def test_b19_nothing_loads_between_the_unloads_and_the_rescan(
         house = make_house()
         house.ceiling = 1300
         engine = await house.get("a")
-        await house.get("d")
-        await house.release("d")
+        await house.use("d")
         change = change_dirs(house)
         await settle()
         late = [house.ask("p"), house.ask("a")]
@@ -191,8 +190,7 @@ def test_b19_nothing_loads_between_the_unloads_and_the_rescan(
         change.leave()  # an operation that stops half-way would leave the engine behind
         await later(1.0)
         # What is loaded and idle serves on meanwhile.
-        await house.get("d")
-        await house.release("d")
+        await house.use("d")
         assert not any(t.done() for t in late)
         engine.stop.assert_not_awaited()
         await house.release("a")
@@ -257,9 +255,7 @@ def test_b19_a_load_that_runs_ends_before_everything_is_forgotten(
 ) -> None:
     async def test() -> None:
         house = make_house()
-        house.hold_loads = True
-        for_a = house.ask("a")
-        await until(lambda: "load a" in house.events)
+        for_a = await house.held_load("a")
         change = change_dirs(house)
         await settle()
         assert "forgotten" not in house.events
@@ -376,8 +372,7 @@ def test_b44_a_pinned_member_of_an_exclusive_kind_is_the_reason(
         house = make_house()
         dflash(house, mocker, "dp")
         house.entry("d").is_pinned = True
-        await house.get("d")
-        await house.release("d")
+        await house.use("d")
 
         async def ask() -> None:
             await house.get("p")
@@ -391,8 +386,7 @@ def test_b44_a_pinned_member_of_an_exclusive_kind_is_the_reason(
         assert "beside 'd', which is pinned" in refusal.message
         assert "only one can be loaded" in refusal.message
         # The others of the house are not concerned.
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         assert house.resident() == {"a", "d"}
         house.assert_idle()
 
@@ -423,24 +417,18 @@ def test_f5_the_next_load_knows_that_the_last_one_fell_back(
     async def test() -> None:
         house = make_house()
         dflash(house, mocker, "dp", runs=False)
-        await house.get("p")
-        await house.release("p")
+        await house.use("p")
         await house.pool._unload_engine("p")
         house.dflash.add("d")
-        await house.get("d")
-        await house.release("d")
+        await house.use("d")
         await house.get("p")  # will fall back again: nobody leaves for it
         await house.release("p")
         assert house.resident() == {"d", "p"}
         house.dflash.add("p")  # it was installed meanwhile
         await house.pool._unload_engine("p")
-        await house.get("p")
-        await house.release("p")
+        await house.use("p")
         await house.pool._unload_engine("p")
-        await house.get("d")
-        await house.release("d")
-        await house.get("p")
-        await house.release("p")
+        await house.use("d", "p")
         assert house.resident() == {"p"}
         house.assert_idle()
 
@@ -454,9 +442,7 @@ def test_f5_a_load_says_nothing_of_what_it_will_be(make_house: Make, mocker: Any
         house = make_house()
         dflash(house, mocker, "dp", runs=False)
         house.entry("d").is_pinned = True
-        house.hold_loads = True
-        for_d = house.ask("d")
-        await until(lambda: "load d" in house.events)
+        for_d = await house.held_load("d")
         for_p = house.ask("p")
         await settle()
         assert not for_p.done()

@@ -10,7 +10,7 @@ import pytest
 
 from omlx_admission.hooks.pool import pending_unloads as pending
 
-from .conftest import House, run, settle, until
+from .conftest import House, enforcer_of, run, settle, until
 
 Make = Callable[..., House]
 
@@ -24,24 +24,8 @@ def make_enforcer(mocker: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Hou
     monkeypatch.setenv("OMLX_DISABLE_PRESSURE_RECLAIM", "1")
 
     def make(house: House, usage: int = 0) -> Any:
-        from omlx.process_memory_enforcer import ProcessMemoryEnforcer
-
-        class Enforcer(ProcessMemoryEnforcer):  # type: ignore[misc]
-            usage = 0
-
-            def _current_usage_bytes(self) -> int:
-                return self.usage
-
-            def _get_hard_limit_bytes(self) -> int:
-                return 1000
-
-            def _propagate_memory_limit(self) -> None:
-                pass
-
-        enforcer = Enforcer(house.pool, memory_guard_tier="custom")
-        enforcer.usage = usage
+        enforcer = enforcer_of(house.pool, usage, memory_guard_tier="custom")
         enforcer._running = True  # its level counts; the test polls
-        house.pool._process_memory_enforcer = enforcer
         return enforcer
 
     return make

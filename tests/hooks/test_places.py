@@ -97,8 +97,7 @@ def test_c2_the_load_grants_as_many_as_the_engine_takes(
 def test_c25_a_newcomer_of_a_loaded_model_waits_its_turn(busy: Callable[..., House]) -> None:
     async def test() -> None:
         house = busy(1)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         first = await asked(house, "a", 2)
         assert all(done(first))
         later = await asked(house, "a", 3)
@@ -129,8 +128,7 @@ def test_c25_before_the_queue_was_ever_needed(busy: Callable[..., House]) -> Non
 
     async def test() -> None:
         house = busy(1)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         house.pool.__dict__.pop("_omlx_admission_state")
         assert house.admission is None
         tasks = await asked(house, "a", 4)
@@ -149,8 +147,7 @@ def test_unleased_hand_outs_take_no_place(busy: Callable[..., House]) -> None:
 
     async def test() -> None:
         house = busy(1)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         await asked(house, "a", 3)
         probe = house.ask("a", lease=False)
         await settle()
@@ -167,8 +164,7 @@ def test_unleased_hand_outs_take_no_place(busy: Callable[..., House]) -> None:
 def test_without_the_queue_nothing_is_paced(busy: Callable[..., House]) -> None:
     async def test() -> None:
         house = busy(1, features={"resident"})
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         assert all(done(await asked(house, "a", 5)))
 
     run(test)
@@ -177,8 +173,7 @@ def test_without_the_queue_nothing_is_paced(busy: Callable[..., House]) -> None:
 def test_an_engine_without_such_a_scheduler_is_given_all(make_house: Make) -> None:
     async def test() -> None:
         house = make_house()
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         assert all(done(await asked(house, "a", 60)))
         for _ in range(60):
             await house.release("a")
@@ -191,8 +186,7 @@ def test_an_engine_without_such_a_scheduler_is_given_all(make_house: Make) -> No
 def test_c3_only_what_the_engine_has_is_sat_out(busy: Callable[..., House], slots: int) -> None:
     async def test() -> None:
         house = busy(slots, max_age_s=0.0)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         crowd = await asked(house, "a", 60)
         for_b = house.ask("b")
         await settle()
@@ -220,8 +214,7 @@ def test_a_request_that_allows_no_wait_goes_to_the_engines_own_queue(
 ) -> None:
     async def test() -> None:
         house = busy(1)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
 
         def at_once(model: str) -> asyncio.Task[Any]:
             route = "/v1/chat/completions"

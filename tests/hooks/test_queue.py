@@ -31,12 +31,9 @@ def names(events: list[str]) -> list[str]:
 def test_b01_a_request_for_the_evicted_resident_waits_and_is_served(make_house: Make) -> None:
     async def test() -> None:
         house = make_house()
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         house.events.clear()
-        house.hold_loads = True
-        for_b = house.ask("b")
-        await until(lambda: "load b" in house.events)
+        for_b = await house.held_load("b")
         for_a = house.ask("a")
         await settle()
         assert not for_a.done()
@@ -197,8 +194,7 @@ def test_b24_two_waiters_for_one_victim_are_both_served(make_house: Make) -> Non
         house.pool._entries["c"] = house.pool._entries.pop("x")
         house.entry("c").model_id = "c"
         house.entry("c").estimated_size = 600
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
 
         async def one(model: str) -> None:
             await house.get(model)
@@ -216,8 +212,7 @@ class TestNeverFits:
     def test_larger_than_the_ceiling(self, make_house: Make) -> None:
         async def test() -> None:
             house = make_house()
-            await house.get("a")
-            await house.release("a")
+            await house.use("a")
             errors = house.module.ModelTooLargeError
             with pytest.raises(errors, match="x"):
                 house.pool.get_engine("x").send(None)
@@ -231,8 +226,7 @@ class TestNeverFits:
             house = make_house()
             house.entry("p").is_pinned = True
             await house.get("p")
-            await house.get("d")
-            await house.release("d")
+            await house.use("d")
             house.entry("a").estimated_size = 800
             with pytest.raises(house.module.InsufficientMemoryError, match="pinned"):
                 await house.get("a")
@@ -243,9 +237,7 @@ class TestNeverFits:
     def test_with_the_pool_locked_by_a_load(self, make_house: Make) -> None:
         async def test() -> None:
             house = make_house()
-            house.hold_loads = True
-            loading = house.ask("a")
-            await until(lambda: "load a" in house.events)
+            loading = await house.held_load("a")
             with pytest.raises(house.module.ModelTooLargeError):
                 house.pool.get_engine("x").send(None)
             await house.let_load("a")
@@ -305,8 +297,7 @@ class TestOutcomes:
                     house.pool.get_engine("b").send(None)
                 assert refused.value.refusal.code == "admission_queue_full"
             # The loaded model is not behind that queue, and a place freed is a place.
-            await house.get("a")
-            await house.release("a")
+            await house.use("a")
             waiting.pop().cancel()
             await settle()
             waiting.append(house.ask("b"))
@@ -328,8 +319,7 @@ class TestOutcomes:
             scope = {"path": "/v1/chat/completions", "headers": [(b"x-omlx-max-wait", b"0")]}
             token = requests.current.set(requests.Request(scope, asyncio.Future))
             try:
-                await house.get("a")
-                await house.release("a")
+                await house.use("a")
                 with pytest.raises(admission_refused()) as refused:
                     house.pool.get_engine("b").send(None)
             finally:
@@ -461,8 +451,7 @@ class TestCancelWindows:
             assert house.entry("a").pending_unload_reason
             await cancel(for_b)
             assert house.entry("a").pending_unload_reason is None
-            await house.get("a")
-            await house.release("a")
+            await house.use("a")
             await house.release("a")
             house.assert_idle()
             assert house.resident() == {"a"}
@@ -474,8 +463,7 @@ class TestCancelWindows:
 
         async def test() -> None:
             house = make_house()
-            await house.get("a")
-            await house.release("a")
+            await house.use("a")
             for_b = house.ask("b")
             await asyncio.sleep(0)
             assert house.admission.policy.swap.loading
@@ -495,8 +483,7 @@ class TestCancelWindows:
 
         async def test() -> None:
             house = make_house()
-            await house.get("a")
-            await house.release("a")
+            await house.use("a")
             house.hold_unloads = True
             for_b = house.ask("b")
             await until(lambda: "unload a" in house.events)
@@ -720,8 +707,7 @@ def test_c15_helpers_of_chat_models_take_no_place(make_house: Make, mocker: Any)
         await house.release("b")
         assert house.resident() == {"b", "d"}
         house.entry("d").is_pinned = True
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         assert house.resident() == {"a", "d"}
         house.entry("d").is_pinned = False
         await house.pool._unload_engine("d")
@@ -746,11 +732,9 @@ def test_c15_the_refusal_for_places_names_what_helps(make_house: Make, mocker: A
         mocker.patch.object(house.module, "EmbeddingEngine", house.engine)
         house.entry("p").engine_type = "embedding"
         house.entry("p").is_pinned = True  # in nobody's way, and not named
-        await house.get("p")
-        await house.release("p")
+        await house.use("p")
         house.entry("a").is_pinned = True
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         request = request_to("/v1/chat/completions")
         with within(request), pytest.raises(house.module.InsufficientMemoryError):
             await house.get("d")
@@ -819,8 +803,7 @@ def test_a_fault_of_the_queue_makes_nobody_wait_for_ever(
             else house.module.InsufficientMemoryError
         )
         if name == "used":
-            await house.get("a")
-            await house.release("a")
+            await house.use("a")
         with pytest.raises(stock):
             await asyncio.wait_for(house.ask("x" if too_large else "b"), 10)
         assert house.admission.broken
@@ -828,8 +811,7 @@ def test_a_fault_of_the_queue_makes_nobody_wait_for_ever(
         assert house.entry("a").in_use == 1
         # The pool goes on without it.
         await house.release("a")
-        await house.get("b")
-        await house.release("b")
+        await house.use("b")
         mocker.stopall()
         house.assert_idle()
 
@@ -841,9 +823,7 @@ def test_a_fault_at_the_end_of_a_load_makes_nobody_wait_for_ever(
 ) -> None:
     async def test() -> None:
         house = make_house()
-        house.hold_loads = True
-        for_a = house.ask("a")
-        await until(lambda: "load a" in house.events)
+        for_a = await house.held_load("a")
         mocker.patch.object(
             house.admission.policy, "load_succeeded", side_effect=ZeroDivisionError
         )
@@ -910,8 +890,7 @@ def test_a_planned_victim_that_works_without_a_lease_is_spared(make_house: Make)
         house.ceiling = 1000
         working = await house.get("a")
         await house.release("a")
-        await house.get("d")
-        await house.release("d")
+        await house.use("d")
         working.has_active_requests.return_value = True
         token = pool_port.planned_victims.set(("a",))
         try:

@@ -23,9 +23,7 @@ def test_b11_a_resident_is_handed_out_while_another_model_loads(make_house: Make
     async def test() -> None:
         house = make_house(features={"resident"})
         first = await house.get("d")
-        house.hold_loads = True
-        loading = house.ask("a")
-        await until(lambda: "load a" in house.events)
+        loading = await house.held_load("a")
         assert house.pool._lock.locked()
         # No await is needed in between: the coroutine ends without suspending.
         with pytest.raises(StopIteration) as done:

@@ -22,7 +22,7 @@ import pytest
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand, unload
-from .conftest import House, run
+from .conftest import House, enforcer_of, run
 
 Make = Callable[..., House]
 
@@ -157,27 +157,6 @@ class Rounds:
             self.problems.append(f"{state.admission.policy.waiting} waiters left")
 
 
-def make_enforcer(pool: Any) -> Any:
-    """Stock's memory enforcer, not polling; its reading is its ``usage``."""
-    from omlx.process_memory_enforcer import ProcessMemoryEnforcer
-
-    class Enforcer(ProcessMemoryEnforcer):  # type: ignore[misc]
-        usage = 0
-
-        def _current_usage_bytes(self) -> int:
-            return self.usage
-
-        def _get_hard_limit_bytes(self) -> int:
-            return 1000
-
-        def _propagate_memory_limit(self) -> None:
-            pass
-
-    enforcer = Enforcer(pool)
-    pool._process_memory_enforcer = enforcer
-    return enforcer
-
-
 def played(make_house: Make, seed: int, rounds: int, **settings: Any) -> Rounds:
     """So many rounds on fake engines, which object to any use before or after their time."""
     plays: list[Rounds] = []
@@ -190,7 +169,7 @@ def played(make_house: Make, seed: int, rounds: int, **settings: Any) -> Rounds:
 
     async def test() -> None:
         house = make_house(max_age_s=0.0, linger_s=0.0, **settings)
-        make_enforcer(house.pool)
+        enforcer_of(house.pool)
         plays.append(Rounds(house.pool, use, seed))
         await plays[0].run(rounds)
         house.assert_idle()

@@ -58,8 +58,7 @@ class TestALeaseBelongsToAnEngine:
             with within(second):
                 await house.release("a")
             assert (entry.in_use, entry.engine) == (0, engine)
-            await house.get("b")
-            await house.release("b")
+            await house.use("b")
             house.assert_idle()
 
         run(test)
@@ -90,9 +89,7 @@ class TestALeaseBelongsToAnEngine:
     def test_c9_a_grant_that_is_cancelled_after_its_engine_went(self, make_house: Make) -> None:
         async def test() -> None:
             house = make_house(max_age_s=0.0)
-            house.hold_loads = True
-            for_a = house.ask("a")
-            await until(lambda: "load a" in house.events)
+            for_a = await house.held_load("a")
             port = house.admission.port
             house.hold_loads = False
             await house.let_load("a")
@@ -356,9 +353,7 @@ class TestACountOfTokens:
     def test_c10_neither_while_it_loads_nor_while_it_leaves(self, make_house: Make) -> None:
         async def test() -> None:
             house = make_house(max_age_s=0.0)
-            house.hold_loads = True
-            for_a = house.ask("a")
-            await until(lambda: "load a" in house.events)
+            for_a = await house.held_load("a")
             with within(request_to(COUNT)), pytest.raises(admission_refused()):
                 await house.get("a")
             house.hold_loads = False

@@ -141,8 +141,7 @@ def test_every_end_of_a_wait_is_counted_once(
 def test_loads_and_unloads_of_others_are_seen_too(make_house: Make, seen: Observer) -> None:
     async def test() -> None:
         house = make_house(features={"resident"})
-        await house.get("d")
-        await house.release("d")
+        await house.use("d")
         async with house.pool._lock:
             await house.pool._unload_engine("d")
         assert seen.loads["d"].count == 1

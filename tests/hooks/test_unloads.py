@@ -87,8 +87,7 @@ def test_who_waits_for_a_model_that_is_told_to_leave_does_not_keep_it(
 def test_an_idle_model_is_unloaded_in_the_same_step(make_house: Make) -> None:
     async def test() -> None:
         house = make_house()
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         by_hand = unload(house.pool)
         await asyncio.sleep(0)
         assert "a" in state_of(house.pool).unloading
@@ -198,9 +197,7 @@ def test_neither_the_release_nor_the_unload_waits_for_another_load(make_house: M
     async def test() -> None:
         house = make_house()
         await house.get("a")
-        house.hold_loads = True
-        for_d = house.ask("d")
-        await until(lambda: "load d" in house.events)
+        for_d = await house.held_load("d")
         by_hand = unload(house.pool)
         await settle()
         assert drains(house)
@@ -513,8 +510,7 @@ def test_if_idle_refuses_at_once_and_changes_nothing(make_house: Make, why: str)
 def test_if_idle_unloads_what_is_idle(make_house: Make) -> None:
     async def test() -> None:
         house = make_house()
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         assert await unload(house.pool, query="mode=if-idle").task == "unloaded"
         assert house.resident() == set()
 
@@ -527,8 +523,7 @@ def test_an_unknown_mode_is_refused_and_the_known_ones_are_named(
 ) -> None:
     async def test() -> None:
         house = make_house()
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         by_hand = unload(house.pool, query=query)
         with pytest.raises(admission_refused()):
             await by_hand.task
@@ -762,9 +757,7 @@ def test_f2_what_came_after_the_unload_of_an_idle_model_is_not_cut(
         house = make_house()
         dying = await house.get("a")
         await house.release("a")
-        house.hold_loads = True
-        for_d = house.ask("d")
-        await until(lambda: "load d" in house.events)
+        for_d = await house.held_load("d")
         by_hand = door(house, query)
         await asyncio.sleep(0)  # it has come as far as to its first wait
         late = house.ask("a")
@@ -796,9 +789,7 @@ def test_c22_now_acts_at_once_while_another_model_loads(
             return 1
 
         engine.abort_all_requests.side_effect = abort
-        house.hold_loads = True
-        for_d = house.ask("d")
-        await until(lambda: "load d" in house.events)
+        for_d = await house.held_load("d")
         assert await door(house, "mode=now").task in ("unloaded", True)
         engine.abort_all_requests.assert_awaited_once()
         assert not for_d.done()

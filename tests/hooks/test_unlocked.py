@@ -18,7 +18,7 @@ import pytest
 
 from omlx_admission.hooks.pool.state import state_of
 
-from .conftest import House, run, settle, until
+from .conftest import House, enforcer_of, run, settle, until
 
 Make = Callable[..., House]
 
@@ -80,8 +80,7 @@ def test_f4_a_prefill_evicts_an_idle_model_during_a_load(make_house: Make, mocke
         house = make_house()
         house.ceiling = 2000
         await house.get("d")
-        await house.get("p")
-        await house.release("p")
+        await house.use("p")
         house.entry("a").estimated_size = 100
         async with loading(house, mocker, "a"):
             # 300 of D and 300 of P are in use; 300 more do not fit under 800.
@@ -103,8 +102,7 @@ def test_f4_a_victim_that_is_handed_out_meanwhile_stays(make_house: Make) -> Non
         house = make_house()
         house.ceiling = 2000
         await house.get("d")
-        await house.get("p")
-        await house.release("p")
+        await house.use("p")
         wanted = SimpleNamespace(**{**vars(WANTED), "target_cap_bytes": 600})
         evicting = evict(house, wanted)
         await asyncio.sleep(0)
@@ -167,25 +165,10 @@ def test_f11_a_model_that_the_enforcer_chose_is_handed_out_while_it_waits(
     monkeypatch.setenv("OMLX_DISABLE_PRESSURE_RECLAIM", "1")
 
     async def test() -> None:
-        from omlx.process_memory_enforcer import ProcessMemoryEnforcer
-
-        class Enforcer(ProcessMemoryEnforcer):  # type: ignore[misc]
-            usage = 1100
-
-            def _current_usage_bytes(self) -> int:
-                return self.usage
-
-            def _get_hard_limit_bytes(self) -> int:
-                return 1000
-
-            def _propagate_memory_limit(self) -> None:
-                pass
-
         house = make_house()
         engine = await house.get("d")
         await house.release("d")
-        enforcer = Enforcer(house.pool, memory_guard_tier="custom")
-        house.pool._process_memory_enforcer = enforcer
+        enforcer = enforcer_of(house.pool, 1100, memory_guard_tier="custom")
         chosen, go_on = asyncio.Event(), asyncio.Event()
 
         async def closes() -> int:
@@ -226,8 +209,7 @@ def test_c18_victims_are_chosen_by_a_clock_that_does_not_go_back(
             await house.release(model)
         assert clock is not None
         mocker.patch("time.time", lambda: wall - 3600)
-        await house.get("a")
-        await house.release("a")
+        await house.use("a")
         house.entry("b").estimated_size = 400
         await house.get("b")
         # D was used before A, whatever the clock on the wall says.

@@ -6,16 +6,19 @@ outside, as a client does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import standin
 from omlx_admission.hooks.patching import faults
 from omlx_admission.surfaces.demo import tinymodels
-from omlx_admission.surfaces.demo.client import Client
+from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 
 #: Bytes counted by oMLX: with the guard at 2.7 GB one of A and B fits, D fits
@@ -27,6 +30,49 @@ STATIC_GB = 4.0
 
 #: Suites of what none of the changes in ``patches/`` brings to oMLX.
 _NOT_IN_PATCHES = frozenset({"test_stream_hold", "test_unloads"})
+
+
+async def said(server: Server, words: str, times: int = 1, since: int = 0) -> None:
+    """Return when the server has logged these words so often, after ``since`` characters."""
+    for _ in range(3000):
+        if server.log[since:].count(words) >= times:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"the log does not say {words!r} {times} times")
+
+
+async def until(condition: Callable[[], Awaitable[Any]]) -> None:
+    async with asyncio.timeout(30):
+        while not await condition():  # noqa: ASYNC110 - a server tells
+            await asyncio.sleep(0.02)
+
+
+def loading(client: Client, model: str) -> Callable[[], Awaitable[bool]]:
+    async def look() -> bool:
+        status = (await client.get("/v1/models/status"))[1]
+        return any(m["id"] == model and m["is_loading"] for m in status["models"])
+
+    return look
+
+
+async def streaming(
+    server: Server, model: str = "a", tokens: int = 150, **options: Any
+) -> asyncio.Task[Answer]:
+    """A chat whose first piece has arrived."""
+    began, reads = asyncio.Event(), 0
+
+    def clock() -> float:
+        # It is read at the start, and then with each piece or at the end.
+        nonlocal reads
+        reads += 1
+        if reads == 2:
+            began.set()
+        return time.monotonic()
+
+    client = Client(server.url, clock=clock)
+    task = asyncio.create_task(client.chat(model, tokens=tokens, stream=True, **options))
+    await began.wait()
+    return task
 
 
 @dataclass(frozen=True)

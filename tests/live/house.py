@@ -15,7 +15,7 @@ from benchmarks.routes_matrix.routes import BROKEN, KEY, MEMORY_GB, Reply, Route
 from omlx_admission.surfaces.demo.client import LOCAL, Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 
-from .conftest import Omlx
+from .conftest import Omlx, said, streaming
 
 #: A stream that outlasts what happens beside it, unless its client leaves.
 _FOREVER = 5000
@@ -81,11 +81,7 @@ class House:
 
     async def said(self, words: str, times: int = 1) -> None:
         """Return when these words have been logged so often."""
-        for _ in range(3000):
-            if self.log.count(words) >= times:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(f"the log does not say {words!r} {times} times")
+        await said(self.server, words, times, self.since)
 
     async def chat(self, model: str, **options: Any) -> Answer:
         """One conversation's next turn."""
@@ -106,9 +102,7 @@ class House:
     async def busy(self) -> asyncio.Task[Answer]:
         """``busy`` streams, until :meth:`hang_up`."""
         await self.chat("busy", tokens=2)
-        task = asyncio.create_task(self.chat("busy", tokens=_FOREVER, stream=True))
-        await asyncio.sleep(0.5)
-        return task
+        return await streaming(self.server, "busy", _FOREVER, headers=_AUTH)
 
     async def hang_up(self, stream: asyncio.Task[Answer]) -> None:
         """The client of the stream leaves."""

@@ -15,7 +15,7 @@ import pytest
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 
-from .test_conditions import loading, until
+from .conftest import loading, until
 from .test_main_job import LONG, swaps
 
 Serve = Callable[..., Server]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 
-from .conftest import STATIC_GB
+from .conftest import STATIC_GB, loading, until
 
 Serve = Callable[..., Server]
 
@@ -28,20 +27,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tinymodels.make_text_model(root, name="b", counted_bytes=1_650_000_000, seed=1)
     tinymodels.make_embedder(root, name="e")
     return root
-
-
-async def until(condition: Callable[[], Awaitable[Any]]) -> None:
-    async with asyncio.timeout(30):
-        while not await condition():  # noqa: ASYNC110 - a server tells
-            await asyncio.sleep(0.02)
-
-
-def loading(client: Client, model: str) -> Callable[[], Awaitable[bool]]:
-    async def look() -> bool:
-        status = (await client.get("/v1/models/status"))[1]
-        return any(m["id"] == model and m["is_loading"] for m in status["models"])
-
-    return look
 
 
 def embed(client: Client) -> Awaitable[Answer]:

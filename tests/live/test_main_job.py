@@ -17,7 +17,7 @@ import pytest
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 
-from .conftest import Omlx
+from .conftest import Omlx, loading, said, streaming, until
 
 Serve = Callable[..., Server]
 
@@ -36,10 +36,10 @@ def test_b01_a_cold_model_evicts_the_resident_and_both_are_served(serve: Serve) 
 
     async def scenario() -> list[Answer]:
         warm = await client.chat("a")
-        for_b, for_a = await asyncio.gather(
-            client.chat("b", label="b"), client.chat("a", label="a", delay=0.5)
-        )
-        return [warm, for_b, for_a]
+        for_b = asyncio.create_task(client.chat("b"))
+        await said(server, "swapping to 'b'")
+        for_a = await client.chat("a")
+        return [warm, await for_b, for_a]
 
     answers = asyncio.run(scenario())
     assert [a.status for a in answers] == [200, 200, 200]
@@ -54,11 +54,10 @@ def test_b02_the_busy_model_finishes_before_it_leaves(serve: Serve) -> None:
 
     async def scenario() -> list[Answer]:
         await client.chat("a")
-        return await asyncio.gather(
-            client.chat("a", tokens=LONG, stream=True, label="long a"),
-            client.chat("b", label="b", delay=0.3),
-            client.chat("a", label="late a", delay=0.6),
-        )
+        long_a = await streaming(server)
+        for_b = asyncio.create_task(client.chat("b"))
+        await said(server, "waits for 'b'")
+        return await asyncio.gather(long_a, for_b, client.chat("a"))
 
     long_a, for_b, late_a = asyncio.run(scenario())
     for answer in (long_a, for_b, late_a):
@@ -75,11 +74,11 @@ def test_b04_a_gate_that_closes_at_once_cuts_nobody(serve: Serve) -> None:
 
     async def scenario() -> list[Answer]:
         await client.chat("a")
+        long_a = await streaming(server)
+        for_b = asyncio.create_task(client.chat("b"))
+        await said(server, "'a' drains for 'b'")
         return await asyncio.gather(
-            client.chat("a", tokens=LONG, stream=True),
-            client.chat("b", delay=0.3),
-            client.chat("a", delay=0.6),
-            client.chat("b", stream=True, delay=0.6),
+            long_a, for_b, client.chat("a"), client.chat("b", stream=True)
         )
 
     answers = asyncio.run(scenario())
@@ -120,8 +119,7 @@ def test_b30_the_budget_ends_in_503_before_any_byte_on_every_route(serve: Serve)
 
     async def scenario() -> tuple[Answer, list[Answer]]:
         await client.chat("a")
-        stream = asyncio.create_task(client.chat("a", tokens=4 * LONG, stream=True))
-        await asyncio.sleep(0.3)
+        stream = await streaming(server, tokens=4 * LONG)
         calls = [
             client.post(
                 path,
@@ -160,12 +158,15 @@ def test_b16_b32_a_client_that_leaves_leaves_nothing(serve: Serve, when: str) ->
 
     async def scenario() -> tuple[list[Answer], Any]:
         await client.chat("a")
-        calls = [client.chat("b", delay=0.3, hang_up_after=1.1)]
-        if when != "loading":
-            calls.insert(0, client.chat("a", tokens=LONG, stream=True))
-        answers = await asyncio.gather(*calls)
-        answers += [await client.chat("a")]
-        return list(answers), (await client.get("/api/status"))[1]
+        streams = [] if when == "loading" else [await streaming(server)]
+        for_b = asyncio.create_task(client.chat("b"))
+        if when == "loading":
+            await until(loading(client, "b"))
+        else:
+            await said(server, "waits for 'b'" if when == "queued" else "'a' drains for 'b'")
+        for_b.cancel()
+        answers = [*await asyncio.gather(*streams), await client.chat("a")]
+        return answers, (await client.get("/api/status"))[1]
 
     answers, status = asyncio.run(scenario())
     assert answers[-1].ok, answers[-1]
@@ -187,9 +188,12 @@ def test_b23_b33_one_load_for_all_though_the_first_one_leaves(serve: Serve) -> N
     client = Client(server.url)
 
     async def scenario() -> list[Answer]:
-        gone = client.chat("d", hang_up_after=0.5)
-        rest = [client.chat("d", delay=0.1, stream=n % 2 == 0) for n in range(6)]
-        return (await asyncio.gather(gone, *rest))[1:]
+        gone = asyncio.create_task(client.chat("d"))
+        await until(loading(client, "d"))
+        rest = [asyncio.create_task(client.chat("d", stream=n % 2 == 0)) for n in range(6)]
+        await said(server, "waits for 'd'", 2)
+        gone.cancel()
+        return list(await asyncio.gather(*rest))
 
     assert all(a.ok for a in asyncio.run(scenario()))
     assert swaps(server) == ["d"]
@@ -227,9 +231,9 @@ def test_switched_off_it_is_stock(serve: Serve, omlx: Omlx) -> None:
 
     async def scenario() -> list[Answer]:
         await client.chat("a")
-        return await asyncio.gather(
-            client.chat("a", tokens=LONG, stream=True), client.chat("b", delay=0.3)
-        )
+        stream = await streaming(server)
+        for_b = await client.chat("b")
+        return [await stream, for_b]
 
     stream, for_b = asyncio.run(scenario())
     assert stream.ok
@@ -244,14 +248,11 @@ def test_a_server_that_ends_refuses_who_waits_and_finishes_who_runs(serve: Serve
     async def scenario() -> list[Answer]:
         await client.chat("a")
 
-        async def end() -> None:
-            await asyncio.sleep(1.0)
-            os.kill(server.pid, signal.SIGTERM)
-
-        stream, for_b, _ = await asyncio.gather(
-            client.chat("a", tokens=LONG, stream=True), client.chat("b", delay=0.3), end()
-        )
-        return [stream, for_b]
+        stream = await streaming(server)
+        for_b = asyncio.create_task(client.chat("b"))
+        await said(server, "waits for 'b'")
+        os.kill(server.pid, signal.SIGTERM)
+        return list(await asyncio.gather(stream, for_b))
 
     stream, for_b = asyncio.run(scenario())
     assert stream.ok, stream

@@ -13,6 +13,8 @@ import pytest
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 
+from .conftest import loading, streaming, until
+
 Serve = Callable[..., Server]
 
 
@@ -39,10 +41,10 @@ def test_c2_a_burst_behind_a_swap_is_answered_whole_and_in_order(
 
     async def scenario() -> list[Answer]:
         await client.chat("a")
-        stream = asyncio.create_task(client.chat("a", tokens=150, stream=True))
+        stream = await streaming(server)
         answers = await asyncio.gather(
             *(
-                client.chat("b", tokens=12, stream=i % 2 == 0, delay=0.3 + i * 0.004)
+                client.chat("b", tokens=12, stream=i % 2 == 0, delay=i * 0.004)
                 for i in range(burst)
             )
         )
@@ -116,8 +118,7 @@ def test_c7_a_batch_for_b_turns_nobody_away_from_a(serve: Serve) -> None:
 
     async def scenario() -> tuple[list[Answer], Answer]:
         await client.chat("a")
-        stream = asyncio.create_task(client.chat("a", tokens=150, stream=True))
-        await asyncio.sleep(0.3)
+        stream = await streaming(server)
         batch = [asyncio.create_task(client.chat("b")) for _ in range(15)]
         await asyncio.wait(batch, return_when=asyncio.FIRST_COMPLETED)  # a refusal
         for_a = await client.chat("a")
@@ -139,11 +140,7 @@ def test_c8_a_process_that_was_stopped_refuses_nobody_whose_model_comes(
 
     async def scenario() -> list[Answer]:
         asked = [asyncio.create_task(client.chat("b", stream=i % 2 == 0)) for i in range(5)]
-        for _ in range(500):
-            if "swapping to 'b'" in server.log:
-                break
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(1.0)
+        await until(loading(client, "b"))
         os.kill(server.pid, signal.SIGSTOP)
         await asyncio.sleep(9.0)
         os.kill(server.pid, signal.SIGCONT)
@@ -196,8 +193,7 @@ def test_c16_clients_that_leave_within_a_moment_evict_nothing_in_use(serve: Serv
 
     async def scenario() -> None:
         await client.chat("a")
-        stream = asyncio.create_task(client.chat("a", tokens=150, stream=True))
-        await asyncio.sleep(0.3)
+        stream = await streaming(server)
         await press()
         assert not stream.done()
         while not stream.done():  # it is remembered for some seconds that they leave
