@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omlx_admission import __version__
+from omlx_admission.hooks.gpu import sites
 from omlx_admission.hooks.install import Report, State, Verdict, decide
 from omlx_admission.hooks.patching import gate
 from omlx_admission.surfaces.cli import CommandError
@@ -109,7 +110,7 @@ def as_json(report: Report, switch: str | None) -> dict[str, Any]:
         "never_run": _never_run(report, source),
         "gpu_sites": [
             {"name": site.name, "covered": site.covered, "note": site.note}
-            for site in report.sites
+            for site in _sites(source)
         ],
     }
 
@@ -152,16 +153,24 @@ def _never_run(report: Report, source: gate.Source | None) -> list[str]:
 def _never_run_lines(names: list[str]) -> list[str]:
     if not names:
         return []
-    lines = ["", "never run       bodies of this oMLX that no release had which was tried:"]
+    lines = [
+        "",
+        "never run       functions whose body is in none of the releases that were run:",
+    ]
     return lines + [f"  {name}" for name in names]
 
 
-def _site_lines(report: Report) -> list[str]:
+def _sites(source: gate.Source | None) -> list[sites.Site]:
+    """Where this oMLX submits GPU work, supported or not; nothing without an oMLX."""
+    return [] if source is None else sites.present(source)
+
+
+def _site_lines(report: Report, source: gate.Source | None) -> list[str]:
     state = report.verdict("gpu_turn").state.value
     if state == State.NATIVE.value:
         return ["", "GPU turn        native: this oMLX takes it where it wants"]
     lines = ["", f"GPU turn        {state}; the places where oMLX submits GPU work:"]
-    for site in report.sites:
+    for site in _sites(source):
         mark = "covered" if site.covered else "not covered"
         lines.append(f"  {site.name:<24} {mark:<11}  {site.note}")
     return lines
@@ -195,4 +204,4 @@ def as_lines(report: Report, switch: str | None, needs: bool = False) -> list[st
         lines += rows
     if report.found is None:
         return lines
-    return lines + _never_run_lines(_never_run(report, source)) + _site_lines(report)
+    return lines + _never_run_lines(_never_run(report, source)) + _site_lines(report, source)
