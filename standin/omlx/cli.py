@@ -103,7 +103,6 @@ def create_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Entry point."""
     parser = create_parser()
     args = parser.parse_args()
     if args.command == "serve":

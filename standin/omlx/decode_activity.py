@@ -12,7 +12,6 @@ class DecodeActivityRegistry:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._active: dict[str, tuple[float, int]] = {}
-        self._hold_until = 0.0
 
     def publish(self, key: str, running_count: int) -> None:
         """Say that ``key`` runs that many decodes; 0 takes it off."""
@@ -23,7 +22,6 @@ class DecodeActivityRegistry:
                 self._active.pop(key, None)
 
     def remove(self, key: str) -> None:
-        """Take ``key`` off."""
         self.publish(key, 0)
 
     def others_decoding(self, key: str, ttl_s: float = 2.5) -> bool:
@@ -34,26 +32,13 @@ class DecodeActivityRegistry:
                 other != key and stamp > oldest for other, (stamp, _) in self._active.items()
             )
 
-    def extend_hold(self, until_ts: float) -> None:
-        """Move the shared prefill hold (a ``perf_counter`` time) later, never earlier."""
-        with self._lock:
-            self._hold_until = max(self._hold_until, until_ts)
-
-    def hold_until(self) -> float:
-        """The shared prefill hold; 0.0 when never set."""
-        with self._lock:
-            return self._hold_until
-
     def clear(self) -> None:
-        """Forget everything."""
         with self._lock:
             self._active.clear()
-            self._hold_until = 0.0
 
 
 _registry = DecodeActivityRegistry()
 
 
 def get_decode_activity() -> DecodeActivityRegistry:
-    """The registry of this process."""
     return _registry

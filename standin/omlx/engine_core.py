@@ -21,7 +21,6 @@ from typing import Any
 import mlx.core as mx
 
 from .exceptions import PrefillMemoryAbortedError, PrefillMemoryExceededError
-from .output_collector import RequestOutputCollector
 from .request import Request, RequestOutput, SamplingParams
 from .scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from .utils.fatal import FATAL_TEARDOWN_TIMEOUT_S, fatal_exit
@@ -102,6 +101,39 @@ class EngineConfig:
     )
 
 
+class RequestOutputCollector:
+    """The mailbox of one reader: a slow one gets several tokens merged into one output."""
+
+    def __init__(self, aggregate: bool = True):
+        self.output: RequestOutput | None = None
+        self.ready = asyncio.Event()
+        self.aggregate = aggregate
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output; called on the event loop only."""
+        held = self.output
+        if held is not None and self.aggregate:
+            output.new_token_ids = held.new_token_ids + output.new_token_ids
+            output.new_text = held.new_text + output.new_text
+            output.generated_at = held.generated_at or output.generated_at
+        self.output = output
+        self.ready.set()
+
+    def get_nowait(self) -> RequestOutput | None:
+        output, self.output = self.output, None
+        self.ready.clear()
+        return output
+
+    async def get(self) -> RequestOutput:
+        while (output := self.get_nowait()) is None:
+            await self.ready.wait()
+        return output
+
+    def clear(self) -> None:
+        self.output = None
+        self.ready.clear()
+
+
 class EngineCore:
     """Loop, thread, stream and mailboxes of one model."""
 
@@ -139,11 +171,9 @@ class EngineCore:
 
     @property
     def engine_id(self) -> str:
-        """Unique id of this engine."""
         return self._engine_id
 
     async def start(self) -> None:
-        """Start the loop as a task."""
         if self._running:
             return
         self._loop = asyncio.get_running_loop()
@@ -164,7 +194,6 @@ class EngineCore:
         self._loop = None
 
     def is_running(self) -> bool:
-        """Whether the loop was started and not stopped."""
         return self._running
 
     def _wake_engine_loop(self) -> None:
@@ -354,7 +383,6 @@ class EngineCore:
     async def stream_outputs(
         self, request_id: str, timeout: float | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as they come."""
         collector = self._output_collectors.get(request_id)
         if collector is None:
             return
@@ -378,7 +406,6 @@ class EngineCore:
         request_id: str | None = None,
         **kwargs: Any,
     ) -> RequestOutput:
-        """Run one prompt to its end."""
         request_id = await self.add_request(prompt, sampling_params, request_id, **kwargs)
         event = self._finished_events[request_id]
         collector = self._output_collectors[request_id]
@@ -395,19 +422,6 @@ class EngineCore:
         if output.error:
             _raise_request_output_error(output)
         return output
-
-    def get_stats(self) -> dict[str, Any]:
-        """Counters."""
-        return {
-            "running": self._running,
-            "steps_executed": self._steps_executed,
-            "active_requests": len(self._output_collectors),
-            **self.scheduler.get_stats(),
-        }
-
-    def get_cache_stats(self) -> dict[str, Any] | None:
-        """There is no prefix cache."""
-        return None
 
     def close(self) -> None:
         """Tear down on the engine's thread, blocking the caller until done.
@@ -456,27 +470,22 @@ class AsyncEngineCore:
         return self.engine._mlx_executor
 
     async def stop(self) -> None:
-        """End the core's loop."""
         await self.engine.stop()
 
     async def add_request(self, *args: Any, **kwargs: Any) -> str:
-        """See EngineCore.add_request."""
         return await self.engine.add_request(*args, **kwargs)
 
     async def abort_request(self, request_id: str) -> bool:
-        """See EngineCore.abort_request."""
         return await self.engine.abort_request(request_id)
 
     async def abort_all_requests(
         self, *, reason: str | None = None, error_code: str | None = None
     ) -> int:
-        """See EngineCore.abort_all_requests."""
         return await self.engine.abort_all_requests(reason=reason, error_code=error_code)
 
     async def stream_outputs(
         self, request_id: str, timeout: float | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """See EngineCore.stream_outputs."""
         async for output in self.engine.stream_outputs(request_id, timeout):
             yield output
 
@@ -486,13 +495,4 @@ class AsyncEngineCore:
         sampling_params: SamplingParams | None = None,
         **kwargs: Any,
     ) -> RequestOutput:
-        """See EngineCore.generate."""
         return await self.engine.generate(prompt, sampling_params, **kwargs)
-
-    def get_stats(self) -> dict[str, Any]:
-        """See EngineCore.get_stats."""
-        return self.engine.get_stats()
-
-    def get_cache_stats(self) -> dict[str, Any] | None:
-        """See EngineCore.get_cache_stats."""
-        return self.engine.get_cache_stats()

@@ -11,7 +11,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from .engine.sts import STSEngine
 from .engine.stt import STTEngine
 from .engine.tts import TTSEngine
 from .engine.vlm import VLMBatchedEngine
+from .engine_core import get_mlx_executor
 from .exceptions import (
     InsufficientMemoryError,
     ModelBusyError,
@@ -35,14 +36,19 @@ from .exceptions import (
     ModelUnavailableError,
 )
 from .model_discovery import discover_models, discover_models_from_dirs, format_size
-from .runtime_signature import runtime_signature
+from .model_settings import runtime_signature
 from .scheduler import SchedulerConfig
-from .settle import clear_cache, reclaim, settle
 from .utils.proc_memory import get_phys_footprint
 
 logger = logging.getLogger(__name__)
 
 _PENDING_POLL_S = 0.1
+_ROUNDS = 10
+_ROUND_S = 0.5
+_RECLAIM_ROUNDS = 3
+_RECLAIM_S = 1.0
+_TOLERANCE_BYTES = 2 * 1024**3
+_TOLERANCE_SHARE = 0.05
 _FAILED_LOAD_SLACK_BYTES = 2 * 1024**3
 
 
@@ -59,11 +65,7 @@ class EngineEntry:
     actual_size: int | None = None
     runtime_estimated_size: int | None = None
     config_model_type: str = ""
-    thinking_default: bool | None = None
-    preserve_thinking_default: bool | None = None
     model_context_length: int | None = None
-    source_type: str = "local"
-    source_repo_id: str | None = None
     is_helper: bool = False
     engine: Any = None
     last_access: float = 0.0
@@ -78,7 +80,6 @@ class EngineEntry:
     runtime_settings_signature: tuple[tuple[str, str], ...] | None = None
     load_failed: bool = False
     load_failure_message: str | None = None
-    load_failure_at: float | None = None
 
 
 class EnginePool:
@@ -98,10 +99,7 @@ class EnginePool:
         self._get_admission_ceiling: Any = None
         self._get_admission_soft_target: Any = None
         self._settings_manager: Any = None
-        self._cluster_registry: Any = None
-        self._suppress_ttl = False
         self._load_seconds_per_gb_ema: float | None = None
-        self._load_time_observations = 0
         self._lease_release_tasks: set[asyncio.Task[None]] = set()
         self._pending_unload_tasks: dict[str, asyncio.Task[None]] = {}
         self._failed_load_reclaim_task: asyncio.Task[None] | None = None
@@ -111,29 +109,23 @@ class EnginePool:
 
     @property
     def current_model_memory(self) -> int:
-        """Bytes counted for loaded models."""
         return self._current_model_memory
 
     @property
     def model_count(self) -> int:
-        """Models known."""
         return len(self._entries)
 
     @property
     def loaded_model_count(self) -> int:
-        """Models loaded."""
         return len(self.get_loaded_model_ids())
 
     def get_model_ids(self) -> list[str]:
-        """Names of all known models."""
         return list(self._entries)
 
     def get_loaded_model_ids(self) -> list[str]:
-        """Names of loaded models."""
         return [key for key, entry in self._entries.items() if entry.engine is not None]
 
     def get_entry(self, model_id: str) -> EngineEntry | None:
-        """The entry of a model, by its exact name."""
         return self._entries.get(model_id)
 
     def resolve_model_id(self, model_id_or_alias: str, settings_manager: Any) -> str:
@@ -190,7 +182,6 @@ class EnginePool:
                 text_only_size=model.text_only_size,
                 config_model_type=model.config_model_type,
                 model_context_length=model.model_context_length,
-                source_type=model.source_type,
                 is_pinned=model_id in pinned,
             )
         for model_id, entry in list(self._entries.items()):
@@ -207,7 +198,6 @@ class EnginePool:
                 entry.engine_type = self._MODEL_TYPE_TO_ENGINE.get(kind, kind)
 
     def set_pinned(self, model_id: str, pinned: bool) -> bool:
-        """Pin or unpin; False when there is no such model."""
         entry = self._entries.get(model_id)
         if entry is None:
             return False
@@ -333,7 +323,6 @@ class EnginePool:
     def _clear_load_failure(entry: EngineEntry) -> None:
         entry.load_failed = False
         entry.load_failure_message = None
-        entry.load_failure_at = None
 
     # -- handing out --------------------------------------------------------
 
@@ -595,12 +584,7 @@ class EnginePool:
             self._schedule_pending_unload_locked(model_id)
             return False
 
-    def is_abort_requested(self, model_id: str | None) -> bool:
-        """Whether requests of a model are told to end."""
-        return self.get_abort_requested_reason(model_id) is not None
-
     def get_abort_requested_reason(self, model_id: str | None) -> str | None:
-        """Why requests of a model are told to end."""
         entry = self._entries.get(model_id) if model_id is not None else None
         if entry is None or not entry.abort_requested:
             return None
@@ -727,7 +711,6 @@ class EnginePool:
                 raise
             entry.load_failed = True
             entry.load_failure_message = str(error) or type(error).__name__
-            entry.load_failure_at = time.time()
             logger.exception("loading %s failed", model_id)
             raise ModelUnavailableError(
                 model_id, f"'{model_id}' failed to load: {entry.load_failure_message}"
@@ -787,7 +770,6 @@ class EnginePool:
             return
         sample, old = seconds / gigabytes, self._load_seconds_per_gb_ema
         self._load_seconds_per_gb_ema = sample if old is None else old * 0.9 + sample * 0.1
-        self._load_time_observations += 1
 
     def _schedule_failed_load_reclaim(self, model_id: str, memory_before: int) -> None:
         """Clean up later: the exception on its way out still holds the weights."""
@@ -851,22 +833,10 @@ class EnginePool:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(executor, scheduler._reclaim_prefill_headroom)
 
-    async def apply_embedding_batch_size(self, batch_size: int) -> None:
-        """Change the batch size of loaded and future embedders."""
-        if batch_size <= 0:
-            raise ValueError("an embedding batch holds at least one text")
-        async with self._lock:
-            self._scheduler_config.embedding_batch_size = batch_size
-            for entry in self._entries.values():
-                if isinstance(entry.engine, EmbeddingEngine):
-                    entry.engine._batch_size = batch_size
-
     async def check_ttl_expirations(
         self, settings_manager: Any, global_idle_timeout_seconds: int | None = None
     ) -> list[str]:
         """Unload models idle for longer than their time to live; returns their names."""
-        if self._suppress_ttl:
-            return []
         now = time.time()
         expired = []
         async with self._lock:
@@ -886,7 +856,6 @@ class EnginePool:
         return expired
 
     async def preload_pinned_models(self) -> None:
-        """Load every pinned model, one after another."""
         for model_id in [key for key, entry in self._entries.items() if entry.is_pinned]:
             try:
                 await self.get_engine(model_id)
@@ -894,7 +863,6 @@ class EnginePool:
                 logger.exception("preloading %s failed", model_id)
 
     async def shutdown(self) -> None:
-        """Unload everything."""
         self._shutting_down = True
         if self._pending_unload_tasks:
             await asyncio.gather(*self._pending_unload_tasks.values(), return_exceptions=True)
@@ -907,14 +875,12 @@ class EnginePool:
                     logger.exception("unloading %s failed", model_id)
 
     def get_status(self) -> dict[str, Any]:
-        """For the status routes; takes no lock."""
         return {
             "final_ceiling": self._current_ceiling(),
             "current_model_memory": self._current_model_memory,
             "model_count": self.model_count,
             "loaded_count": self.loaded_model_count,
             "load_seconds_per_gb_estimate": self._load_seconds_per_gb_ema,
-            "load_time_observations": self._load_time_observations,
             "models": [
                 {
                     "id": model_id,
@@ -931,9 +897,50 @@ class EnginePool:
                     "config_model_type": entry.config_model_type,
                     "model_context_length": entry.model_context_length,
                     "is_helper": entry.is_helper,
-                    "source_type": entry.source_type,
                     "last_access": entry.last_access or None,
                 }
                 for model_id, entry in sorted(self._entries.items())
             ],
         }
+
+
+async def clear_cache() -> None:
+    """Drain and clear on the global thread: behind whatever that thread is doing."""
+    await asyncio.get_running_loop().run_in_executor(
+        get_mlx_executor(), lambda: (mx.synchronize(), mx.clear_cache())
+    )
+
+
+async def settle(
+    model_id: str,
+    size: int,
+    active_before: int,
+    active_memory: Callable[[], int],
+    others_serving: Callable[[], bool],
+) -> bool:
+    """Wait for ``size`` bytes to come back; False when they did not in time.
+
+    Gives up at once when another model is at work: what comes back cannot be told
+    from what the other one takes. ``active_memory`` reads the gauge, and
+    ``active_before`` is what it read before the stop.
+    """
+    wanted = max(0, size - max(_TOLERANCE_BYTES, int(size * _TOLERANCE_SHARE)))
+    for _ in range(_ROUNDS):
+        if active_before - active_memory() >= wanted:
+            return True
+        if others_serving():
+            logger.info("cannot tell whether %s is out: other models are at work", model_id)
+            return True
+        await asyncio.sleep(_ROUND_S)
+        gc.collect()
+        await clear_cache()
+    return False
+
+
+async def reclaim(model_id: str) -> None:
+    """A few more tries after a settle that gave up waiting."""
+    logger.warning("memory of %s did not come back in time", model_id)
+    for _ in range(_RECLAIM_ROUNDS):
+        gc.collect()
+        await clear_cache()
+        await asyncio.sleep(_RECLAIM_S)

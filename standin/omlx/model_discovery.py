@@ -30,11 +30,9 @@ class DiscoveredModel:
     text_only_size: int = 0
     config_model_type: str = ""
     model_context_length: int | None = None
-    source_type: str = "local"
 
 
 def format_size(size: int) -> str:
-    """Bytes for people, in powers of 1024."""
     value, unit = float(size), "B"
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if abs(value) < 1024 or unit == "TB":

@@ -15,9 +15,48 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .model_profiles import filter_profile_fields, filter_universal_fields
-
 logger = logging.getLogger(__name__)
+
+#: Settings of a request: they never need a reload.
+UNIVERSAL_PROFILE_FIELDS = (
+    "max_context_window",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "force_sampling",
+)
+
+#: Settings of a load: a request with other values needs the model reloaded.
+MODEL_SPECIFIC_PROFILE_FIELDS = (
+    "turboquant_kv_enabled",
+    "turboquant_kv_bits",
+    "turboquant_skip_last",
+    "dflash_enabled",
+    "dflash_draft_model",
+    "mtp_enabled",
+    "vlm_mtp_enabled",
+    "vlm_mtp_draft_model",
+    "specprefill_enabled",
+    "specprefill_draft_model",
+    "index_cache_freq",
+)
+
+#: Switch, the settings that matter while it is on, and the one it cannot do without.
+_FEATURES: tuple[tuple[str, tuple[tuple[str, Any], ...], str | None], ...] = (
+    ("mtp_enabled", (), None),
+    (
+        "turboquant_kv_enabled",
+        (("turboquant_kv_bits", 4), ("turboquant_skip_last", True)),
+        None,
+    ),
+    ("specprefill_enabled", (), "specprefill_draft_model"),
+    ("dflash_enabled", (), "dflash_draft_model"),
+    ("vlm_mtp_enabled", (), "vlm_mtp_draft_model"),
+)
 
 
 @dataclass
@@ -50,17 +89,14 @@ class ModelSettings:
     is_pinned: bool = False
     is_default: bool = False
     is_hidden: bool = False
-    is_favorite: bool = False
     trust_remote_code: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """The values that are set."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelSettings:
-        """From a dictionary; unknown names are dropped."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
@@ -95,7 +131,6 @@ class ModelSettingsManager:
             return ModelSettings.from_dict(found.to_dict()) if found else ModelSettings()
 
     def get_all_settings(self) -> dict[str, ModelSettings]:
-        """Copies of all settings."""
         return {model_id: self.get_settings(model_id) for model_id in list(self._settings)}
 
     def set_settings(self, model_id: str, settings: ModelSettings) -> None:
@@ -108,7 +143,6 @@ class ModelSettingsManager:
             self._save()
 
     def get_default_model_id(self) -> str | None:
-        """The model for requests that name none."""
         return next((key for key, s in self._settings.items() if s.is_default), None)
 
     def get_pinned_model_ids(self) -> list[str]:
@@ -129,7 +163,6 @@ class ModelSettingsManager:
         return ModelSettings.from_dict({**self.get_settings(model_id).to_dict(), **overlay})
 
     def get_exposed_profile_source_model_id(self, model_id: str) -> str | None:
-        """The model behind an exposed profile's name."""
         match = self._find_exposed_profile(model_id)
         return match[0] if match else None
 
@@ -146,7 +179,6 @@ class ModelSettingsManager:
     def get_settings_for_request(
         self, model_id: str, resolved_model_id: str | None = None
     ) -> ModelSettings:
-        """Settings of a request by the name it used."""
         match = self._find_exposed_profile(model_id)
         if match is None:
             return self.get_settings(resolved_model_id or model_id)
@@ -183,3 +215,47 @@ def _read(path: Path) -> dict[str, Any]:
         logger.error("%s is not JSON: %s", path, error)
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def filter_universal_fields(data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: v for k, v in data.items() if k in UNIVERSAL_PROFILE_FIELDS and v not in (None, "")
+    }
+
+
+def filter_profile_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """The set request-time and load-time values of ``data``."""
+    allowed = UNIVERSAL_PROFILE_FIELDS + MODEL_SPECIFIC_PROFILE_FIELDS
+    return {k: v for k, v in data.items() if k in allowed and v not in (None, "")}
+
+
+def runtime_signature(settings: Any) -> tuple[tuple[str, str], ...] | None:
+    """Load-time settings as comparable text; None when there are no settings."""
+    if settings is None:
+        return None
+    to_dict = getattr(settings, "to_dict", None)
+    data: dict[str, Any] = to_dict() if callable(to_dict) else {}
+    signature = [("trust_remote_code", _text(bool(data.get("trust_remote_code"))))]
+    signature.append(("index_cache_freq", _text(_index_cache_freq(data))))
+    for switch, details, needs in _FEATURES:
+        active = bool(data.get(switch)) and (needs is None or bool(data.get(needs)))
+        signature.append((switch, _text(active)))
+        if active:
+            signature += [(name, _text(data.get(name, default))) for name, default in details]
+            if needs is not None:
+                signature.append((needs, _text(data[needs])))
+    return tuple(signature)
+
+
+def _index_cache_freq(data: dict[str, Any]) -> int | None:
+    try:
+        value = int(data.get("index_cache_freq") or 0)
+    except (TypeError, ValueError):
+        return None
+    return value if value >= 2 else None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict | list | tuple):
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return repr(value)

@@ -51,8 +51,6 @@ class ProcessMemoryEnforcer:
         global_settings: Any = None,
         soft_threshold: float | None = None,
         hard_threshold: float = 0.95,
-        prefill_safe_zone_ratio: float = 0.89,
-        prefill_min_chunk_tokens: int = 256,
     ):
         self._engine_pool = engine_pool
         self._memory_guard_tier = memory_guard_tier
@@ -76,13 +74,7 @@ class ProcessMemoryEnforcer:
     # -- ceilings -----------------------------------------------------------
 
     @property
-    def is_running(self) -> bool:
-        """Whether the task was started and not stopped."""
-        return self._running
-
-    @property
     def memory_guard_tier(self) -> str:
-        """The tier in force."""
         return self._memory_guard_tier
 
     def _get_static_ceiling(self) -> int:
@@ -140,14 +132,12 @@ class ProcessMemoryEnforcer:
     # -- the task -----------------------------------------------------------
 
     def start(self) -> None:
-        """Start polling."""
         if not self._running:
             self._running = True
             self._propagate_memory_limit()
             self._task = asyncio.create_task(self._enforcement_loop())
 
     async def stop(self) -> None:
-        """Stop polling."""
         self._running = False
         if self._task is not None:
             self._task.cancel()
@@ -309,7 +299,6 @@ class ProcessMemoryEnforcer:
             scheduler._admission_paused = self._pressure_level != "ok"
 
     def get_status(self) -> dict[str, Any]:
-        """For the status routes."""
         ceiling = self._get_hard_limit_bytes()
         return {
             "enabled": self._running,

@@ -25,13 +25,7 @@ class SamplingParams:
     top_p: float = 0.9
     top_k: int = 0
     min_p: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
     seed: int | None = None
 
 
@@ -68,7 +62,6 @@ class RequestOutput:
     generated_until: float | None = None
     first_token_at: float | None = None
     cached_tokens: int = 0
-    tool_calls: list[dict[str, str]] | None = None
     error: str | None = None
     error_code: str | None = None
     error_metadata: dict[str, Any] | None = None

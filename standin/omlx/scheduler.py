@@ -10,16 +10,17 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from .decode_activity import get_decode_activity
 from .exceptions import PrefillMemoryExceededError, SchedulerQueueFullError
-from .generation import Sequence
 from .request import Request, RequestOutput, RequestStatus
 from .utils.metal_sync import _sync_and_clear_cache
 
@@ -31,12 +32,9 @@ class SchedulerConfig:
     """Limits and sizes. One instance is shared by the pool and overwritten per load."""
 
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    completion_batch_size: int = 32
     embedding_batch_size: int = 32
     prefill_step_size: int = 2048
     chunked_prefill: bool = False
-    prefill_speed_priority: bool = False
     decode_fairness: bool = True
     paged_ssd_cache_dir: str | None = None
     model_name: str = ""
@@ -104,7 +102,6 @@ class Scheduler:
         return request_id in self.requests
 
     def has_requests(self) -> bool:
-        """Whether a step would have anything to do."""
         return bool(self.waiting or self.running or self.prefilling or self._pending_abort_ids)
 
     def preflight_eviction_request(
@@ -194,7 +191,6 @@ class Scheduler:
         return failed
 
     def refresh_route_preflight_usage(self) -> None:
-        """Take a fresh reading of MLX memory."""
         self._last_mlx_active_memory_bytes = mx.get_active_memory()
 
     def _reclaim_prefill_headroom(self) -> None:
@@ -208,7 +204,6 @@ class Scheduler:
         self._clear()
 
     def shutdown(self) -> None:
-        """First part of a teardown."""
         self.reset()
 
     def deep_reset(self) -> None:
@@ -217,10 +212,6 @@ class Scheduler:
         self.model = None
         self.tokenizer = None
         gc.collect()
-
-    def get_stats(self) -> dict[str, Any]:
-        """Queue sizes."""
-        return {"num_waiting": len(self.waiting), "num_running": len(self.running)}
 
     # -- internals ----------------------------------------------------------
 
@@ -295,3 +286,101 @@ class Scheduler:
     def _token_bytes(self) -> int:
         # Before the first request nothing is known; a kilobyte is a tiny model's KV.
         return self._kv_bytes_per_token or 1024
+
+
+class Sequence:
+    """Prompt, KV cache and the token in flight; lives on the engine's thread."""
+
+    def __init__(self, model: Any, tokenizer: Any, request: Request, stream: Any):
+        self._model = model
+        self._request = request
+        self._stream = stream
+        self._cache = make_prompt_cache(model)
+        self._detokenizer = tokenizer.detokenizer
+        self._eos = set(tokenizer.eos_token_ids)
+        self._tokens = request.output_token_ids
+        self._text = ""
+        self._in_flight: mx.array | None = None
+        self._first_token_at: float | None = None
+        seed = request.sampling_params.seed
+        self._seed = time.monotonic_ns() if seed is None else seed
+
+    def prefill(self, chunk: int) -> None:
+        """Run the prompt, ``chunk`` tokens at a time, and submit the first token."""
+        tokens = self._request.prompt_token_ids or [0]
+        with mx.stream(self._stream):
+            for start in range(0, len(tokens) - 1, chunk):
+                part = tokens[start : min(start + chunk, len(tokens) - 1)]
+                self._model(mx.array([part]), cache=self._cache)
+                mx.eval([layer.state for layer in self._cache])
+        self._submit(mx.array([tokens[-1]]))
+
+    def advance(self) -> RequestOutput:
+        """The token in flight, with the one after it submitted first."""
+        token = self._in_flight
+        assert token is not None
+        self._submit(token)
+        value = int(token.item())
+        if self._first_token_at is None:
+            self._first_token_at = time.perf_counter()
+        stopped = value in self._eos
+        new_text = "" if stopped else self._add(value)
+        cut = self._stop_position()
+        if cut is not None:
+            new_text = new_text[: max(0, cut - len(self._text) + len(new_text))]
+            self._text, stopped = self._text[:cut], True
+        length = len(self._tokens) >= self._request.sampling_params.max_tokens
+        if length and not stopped:
+            # Bytes of an unfinished character are still held back.
+            self._detokenizer.finalize()
+            rest = str(self._detokenizer.last_segment)
+            self._text += rest
+            new_text += rest
+        now = time.perf_counter()
+        return RequestOutput(
+            request_id=self._request.request_id,
+            new_token_ids=[value],
+            new_text=new_text,
+            output_token_ids=list(self._tokens) if stopped or length else [],
+            output_text=self._text,
+            finished=stopped or length,
+            finish_reason="stop" if stopped else "length" if length else None,
+            prompt_tokens=self._request.num_prompt_tokens,
+            completion_tokens=len(self._tokens),
+            generated_at=now,
+            generated_until=now,
+            first_token_at=self._first_token_at,
+        )
+
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token, from this sequence's cache."""
+        offset = max(1, int(self._cache[0].offset))
+        arrays = [a for layer in self._cache for a in layer.state if isinstance(a, mx.array)]
+        return sum(int(array.nbytes) for array in arrays) // offset
+
+    def _submit(self, token: mx.array) -> None:
+        params = self._request.sampling_params
+        with mx.stream(self._stream):
+            logits = self._model(token[None], cache=self._cache)[:, -1, :]
+            if params.temperature <= 0:
+                following = mx.argmax(logits, axis=-1)
+            else:
+                # A key per token: the global random state belongs to one thread.
+                self._seed = (self._seed + 1) % (1 << 62)
+                following = mx.random.categorical(
+                    logits / params.temperature, key=mx.random.key(self._seed)
+                )
+            mx.async_eval(following)
+        self._in_flight = following
+
+    def _add(self, token: int) -> str:
+        self._tokens.append(token)
+        self._detokenizer.add_token(token)
+        segment = str(self._detokenizer.last_segment)
+        self._text += segment
+        return segment
+
+    def _stop_position(self) -> int | None:
+        found = [self._text.find(stop) for stop in self._request.sampling_params.stop or []]
+        hits = [position for position in found if position >= 0]
+        return min(hits) if hits else None

@@ -29,7 +29,7 @@ from .admin.routes import set_admin_getters
 from .api import formats
 from .api.audio_routes import realtime_router
 from .api.audio_routes import router as audio_router
-from .api.models import (
+from .api.formats import (
     AnthropicMessagesRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -40,7 +40,6 @@ from .api.models import (
 )
 from .engine import BaseEngine, EmbeddingEngine, RerankerEngine
 from .engine.base import GenerationOutput
-from .engine.distributed import DistributedInferenceError
 from .engine_pool import EnginePool
 from .exceptions import (
     EnginePoolError,
@@ -56,7 +55,6 @@ from .exceptions import (
     SchedulerQueueFullError,
 )
 from .model_discovery import format_size
-from .server_metrics import get_server_metrics, reset_server_metrics
 
 logger = logging.getLogger(__name__)
 security = HTTPBearer(auto_error=False)
@@ -94,12 +92,10 @@ _server_state = ServerState()
 
 
 def get_server_state() -> ServerState:
-    """The state of this process."""
     return _server_state
 
 
 def get_engine_pool() -> EnginePool:
-    """The pool; 503 before the server is initialised."""
     if _server_state.engine_pool is None:
         raise HTTPException(status_code=503, detail="Server not initialized")
     return _server_state.engine_pool
@@ -219,7 +215,6 @@ def init_server(
     known = pool.get_model_ids()
     wanted = manager.get_default_model_id()
     state.default_model = wanted if wanted in known else next(iter(known), None)
-    reset_server_metrics()
 
 
 def _init_secret(settings: Any) -> None:
@@ -265,7 +260,6 @@ def _error_content(request: Request, status: int, detail: Any) -> dict[str, Any]
 
 @app.exception_handler(_RedirectToLogin)
 async def redirect_to_login_handler(request: Request, exc: Exception) -> Response:
-    """Send a browser to the login page."""
     return RedirectResponse(url="/admin", status_code=302)
 
 
@@ -280,7 +274,6 @@ async def http_exception_handler(request: Request, exc: HTTPException) -> JSONRe
 async def validation_exception_handler(
     request: Request, exc: RequestValidationError
 ) -> JSONResponse:
-    """A body that does not parse."""
     errors = exc.errors()
     if not _is_api_route(request):
         return JSONResponse(status_code=422, content={"detail": errors})
@@ -295,7 +288,6 @@ async def validation_exception_handler(
 async def invalid_request_error_handler(
     request: Request, exc: InvalidRequestError
 ) -> JSONResponse:
-    """A field that cannot be served."""
     return _error(request, 400, str(exc))
 
 
@@ -306,14 +298,6 @@ async def scheduler_queue_full_handler(
     """The one refusal with ``Retry-After``."""
     detail = f"{exc.current_depth} of {exc.max_depth} places in the queue are taken"
     return _error(request, 503, detail, **{"Retry-After": "1"})
-
-
-@app.exception_handler(DistributedInferenceError)
-async def distributed_unavailable_handler(
-    request: Request, exc: DistributedInferenceError
-) -> JSONResponse:
-    """A cluster that cannot serve."""
-    return _error(request, 503, str(exc))
 
 
 def _prefill_memory_openai_error_body(exc: PrefillMemoryExceededError) -> dict[str, Any]:
@@ -331,7 +315,6 @@ def _prefill_memory_openai_error_body(exc: PrefillMemoryExceededError) -> dict[s
 async def prefill_memory_exceeded_handler(
     request: Request, exc: PrefillMemoryExceededError
 ) -> JSONResponse:
-    """A prompt that memory has no room for."""
     body = _prefill_memory_openai_error_body(exc)
     if not _is_api_route(request):
         body = {"detail": str(exc), "omlx_code": body["error"]["omlx_code"]}
@@ -340,7 +323,6 @@ async def prefill_memory_exceeded_handler(
 
 @app.exception_handler(Exception)
 async def unhandled_exception_handler(request: Request, exc: Exception) -> JSONResponse:
-    """Whatever nobody expected."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=exc)
     return _error(request, 500, "Internal server error")
 
@@ -355,7 +337,6 @@ def _wake_process_memory_enforcer(*, active: bool = False) -> None:
 
 
 def resolve_model_id(model_id: str | None) -> str | None:
-    """The model meant by a name."""
     pool = _server_state.engine_pool
     if pool is None or model_id is None:
         return model_id
@@ -553,7 +534,6 @@ def _chat_keepalive_chunk(response_id: str) -> str:
 
 
 def _completion_keepalive_chunk(response_id: str) -> str:
-    """The frame with a stream's own id."""
     return formats.completion_keepalive(response_id)
 
 
@@ -723,7 +703,6 @@ async def server_status(_: bool = Depends(verify_api_key)) -> dict[str, Any]:
         "model_memory_max": most,
         "model_memory_used_formatted": format_size(used) if used else "0B",
         "model_memory_max_formatted": format_size(most) if most else "unlimited",
-        **get_server_metrics().get_snapshot(),
     }
 
 
@@ -777,7 +756,6 @@ async def unload_model(model_id: str, _: bool = Depends(verify_api_key)) -> dict
 
 @app.post("/v1/models/{model_id}/load")
 async def load_model_public(model_id: str, _: bool = Depends(verify_api_key)) -> dict[str, Any]:
-    """Load a model; answers when it is loaded."""
     pool = get_engine_pool()
     entry = pool.get_entry(model_id)
     if entry is None:
@@ -814,7 +792,6 @@ async def create_embeddings(
     async def _build_embeddings() -> str:
         async with acquire_embedding_engine(request.model) as engine:
             output = await engine.embed(texts, max_length=request.max_length)
-        get_server_metrics().record_request_complete(output.total_tokens)
         vectors = [vector[: request.dimensions] for vector in output.embeddings]
         data = [
             {"object": "embedding", "index": index, "embedding": vector}
@@ -871,32 +848,13 @@ def _sampling(request: Any, **more: Any) -> dict[str, Any]:
     return options
 
 
-def _count(output: GenerationOutput, seconds: float) -> None:
-    get_server_metrics().record_request_complete(
-        output.prompt_tokens,
-        output.completion_tokens,
-        output.cached_tokens,
-        generation_duration=seconds,
-    )
-
-
-async def _counted(stream: formats.Stream, frames: AsyncIterator[str]) -> AsyncIterator[str]:
-    async for frame in frames:
-        yield frame
-    if stream.last is not None and stream.last.finished:
-        _count(stream.last, time.perf_counter() - stream.started)
-
-
 def _sse(
     http_request: Request,
     lease: _LLMEngineLease,
-    stream: formats.Stream,
     frames: AsyncIterator[str],
     keepalive: str | None,
 ) -> StreamingResponse:
-    body = _with_sse_keepalive(
-        _counted(stream, frames), http_request=http_request, keepalive_chunk=keepalive
-    )
+    body = _with_sse_keepalive(frames, http_request=http_request, keepalive_chunk=keepalive)
     return StreamingResponse(
         _release_after_stream(body, lease),
         media_type="text/event-stream",
@@ -915,8 +873,6 @@ def _json(
         started = time.perf_counter()
         outputs = await run()
         seconds = time.perf_counter() - started
-        for output in outputs:
-            _count(output, seconds)
         return render(outputs, seconds)
 
     return StreamingResponse(
@@ -943,7 +899,6 @@ async def _chat_preflight(
 async def create_completion(
     request: CompletionRequest, http_request: Request, _: bool = Depends(verify_api_key)
 ) -> Response:
-    """Plain text after a prompt."""
     lease = _LLMEngineLease()
     try:
         engine = await get_engine_for_model(request.model, lease=lease)
@@ -963,7 +918,7 @@ async def create_completion(
             keepalive = _resolve_keepalive("openai_completion")
             if keepalive == _KEEPALIVE_COMPLETION_CHUNK:
                 keepalive = _completion_keepalive_chunk(response_id)
-            return _sse(http_request, lease, stream, frames, keepalive)
+            return _sse(http_request, lease, frames, keepalive)
 
         async def run() -> list[GenerationOutput]:
             return [await engine.generate(prompt=prompt, **options) for prompt in prompts]
@@ -983,7 +938,6 @@ async def create_completion(
 async def create_chat_completion(
     request: ChatCompletionRequest, http_request: Request, _: bool = Depends(verify_api_key)
 ) -> Response:
-    """The next turn of a conversation."""
     lease = _LLMEngineLease()
     try:
         engine = await get_engine_for_model(request.model, lease=lease)
@@ -999,7 +953,7 @@ async def create_chat_completion(
             keepalive = _resolve_keepalive("openai_chat")
             if keepalive == _KEEPALIVE_CHAT_CHUNK:
                 keepalive = _chat_keepalive_chunk(response_id)
-            return _sse(http_request, lease, stream, frames, keepalive)
+            return _sse(http_request, lease, frames, keepalive)
 
         async def run() -> list[GenerationOutput]:
             return [await engine.chat(messages=messages, **options)]
@@ -1029,7 +983,7 @@ async def create_anthropic_message(
         if request.stream:
             stream = formats.Stream(engine.stream_chat(messages=messages, **options))
             frames = formats.message_stream(request.model, stream, tokens)
-            return _sse(http_request, lease, stream, frames, _resolve_keepalive("anthropic"))
+            return _sse(http_request, lease, frames, _resolve_keepalive("anthropic"))
 
         async def run() -> list[GenerationOutput]:
             return [await engine.chat(messages=messages, **options)]
@@ -1077,7 +1031,7 @@ async def create_response(
             stream = formats.Stream(engine.stream_chat(messages=messages, **options))
             frames = formats.response_stream(request.model, stream, limit)
             keepalive = _resolve_keepalive("openai_responses")
-            return _sse(http_request, lease, stream, frames, keepalive)
+            return _sse(http_request, lease, frames, keepalive)
 
         async def run() -> list[GenerationOutput]:
             return [await engine.chat(messages=messages, **options)]

@@ -18,7 +18,6 @@ VALID_MEMORY_GUARD_TIERS = {"safe", "balanced", "aggressive", "custom"}
 
 
 def get_system_memory() -> int:
-    """Bytes of memory in this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -27,12 +26,10 @@ class _Section:
     """Fields of one part of the file."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For the file."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
-        """From the file; unknown names are dropped."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
@@ -45,9 +42,7 @@ class ServerSettings(_Section):
     port: int = 8000
     log_level: str = "info"
     cors_origins: list[str] = field(default_factory=lambda: ["*"])
-    server_aliases: list[str] = field(default_factory=list)
     sse_keepalive_mode: str = "chunk"
-    burst_decode_mode: str = "balanced"
 
 
 @dataclass
@@ -57,7 +52,6 @@ class ModelDirSettings(_Section):
     model_dirs: list[str] = field(default_factory=list)
     model_dir: str | None = None
     model_fallback: bool = False
-    hide_helper_models: bool = False
 
 
 @dataclass
@@ -69,8 +63,6 @@ class MemorySettings(_Section):
     memory_guard_custom_ceiling_gb: float = 0.0
     soft_threshold: float = 0.85
     hard_threshold: float = 0.95
-    prefill_safe_zone_ratio: float = 0.8
-    prefill_min_chunk_tokens: int = 32
 
 
 @dataclass
@@ -80,27 +72,16 @@ class SchedulerSettings(_Section):
     max_concurrent_requests: int = 8
     embedding_batch_size: int = 32
     chunked_prefill: bool = False
-    prefill_priority: str = "context"
     decode_fairness: bool = True
 
     # Of their own, not inherited: oMLX defines both on this class.
     def to_dict(self) -> dict[str, Any]:
-        """For the file."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SchedulerSettings:
-        """From the file; unknown names are dropped."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
-
-
-@dataclass
-class CacheSettings(_Section):
-    """Prefix cache switches; there is no such cache here."""
-
-    enabled: bool = True
-    ssd_cache_dir: str | None = None
 
 
 @dataclass
@@ -137,7 +118,6 @@ _SECTIONS: dict[str, Any] = {
     "model": ModelDirSettings,
     "memory": MemorySettings,
     "scheduler": SchedulerSettings,
-    "cache": CacheSettings,
     "auth": AuthSettings,
     "sampling": SamplingSettings,
     "idle_timeout": IdleTimeoutSettings,
@@ -153,14 +133,12 @@ class GlobalSettings:
     model: ModelDirSettings = field(default_factory=ModelDirSettings)
     memory: MemorySettings = field(default_factory=MemorySettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
-    cache: CacheSettings = field(default_factory=CacheSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     idle_timeout: IdleTimeoutSettings = field(default_factory=IdleTimeoutSettings)
 
     @classmethod
     def load(cls, base_path: str | Path | None = None, cli_args: Any = None) -> GlobalSettings:
-        """File, then environment, then command line."""
         base = Path(base_path).expanduser() if base_path else resolve_default_base_path()
         settings = cls(base_path=base.resolve())
         path = settings.base_path / "settings.json"
@@ -204,12 +182,10 @@ class GlobalSettings:
             self.memory.memory_guard_custom_ceiling_gb = given("memory_guard_gb")
 
     def get_effective_model_dirs(self) -> list[Path]:
-        """Folders to look for models in."""
         dirs = self.model.model_dirs or [self.model.model_dir or str(self.base_path / "models")]
         return [Path(folder).expanduser().resolve() for folder in dirs]
 
     def ensure_directories(self) -> None:
-        """Make the folders that must exist."""
         for folder in (
             self.base_path,
             self.base_path / "logs",
@@ -227,7 +203,6 @@ class GlobalSettings:
         return errors
 
     def save(self) -> None:
-        """Rewrite the file."""
         self.base_path.mkdir(parents=True, exist_ok=True)
         path = self.base_path / "settings.json"
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -239,15 +214,12 @@ class GlobalSettings:
         self.save()
 
     def to_dict(self) -> dict[str, Any]:
-        """For the file."""
         parts = {name: getattr(self, name).to_dict() for name in _SECTIONS}
         return {"version": "1.0", **parts}
 
     def to_scheduler_config(self) -> SchedulerConfig:
-        """The config every engine starts from."""
         return SchedulerConfig(
             max_num_seqs=self.scheduler.max_concurrent_requests,
-            completion_batch_size=self.scheduler.max_concurrent_requests,
             embedding_batch_size=self.scheduler.embedding_batch_size,
             chunked_prefill=self.scheduler.chunked_prefill,
             decode_fairness=self.scheduler.decode_fairness,
@@ -255,7 +227,6 @@ class GlobalSettings:
 
 
 def resolve_default_base_path() -> Path:
-    """``OMLX_BASE_PATH``, else ``~/.omlx``."""
     return Path(os.environ.get("OMLX_BASE_PATH") or Path.home() / ".omlx")
 
 
@@ -272,5 +243,4 @@ def init_settings(
 
 
 def get_settings() -> GlobalSettings:
-    """The settings of this process."""
     return _global_settings or init_settings()

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from omlx_admission.surfaces.demo.server import Server
 from omlx_admission.surfaces.demo.tinymodels import make_embedder, make_text_model
-from standin.serving import serve
 
 GUARD_GB = 2.7
 COUNTED = 1_800_000_000
@@ -53,13 +53,13 @@ def clients(
         def client(target: Any) -> httpx.Client:
             if target.name not in running:
                 server = stack.enter_context(
-                    serve(
+                    Server(
                         models,
-                        base=tmp_path_factory.mktemp("base"),
+                        tmp_path_factory.mktemp("base"),
+                        patched=False,
                         source=target.source,
                         python=target.python,
-                        guard_gb=GUARD_GB,
-                        environment={"OMLX_ADMISSION": "0"},
+                        memory_gb=GUARD_GB,
                     )
                 )
                 new = httpx.Client(base_url=server.url, timeout=60)

@@ -12,12 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+import standin
+from omlx_admission.surfaces.demo.server import Server
 from omlx_admission.surfaces.demo.tinymodels import (
     make_audio_model,
     make_embedder,
     make_text_model,
 )
-from standin.serving import Server, serve
 
 KEY = "sesame"
 COUNTED = 1_800_000_000
@@ -50,14 +51,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (base / "model_settings.json").write_text(json.dumps({"models": settings}))
     old = {"scheduler": {"max_concurrent_requests": 3, "serialize_engine_gpu": True}}
     (base / "settings.json").write_text(json.dumps(old))
-    with serve(
-        models,
-        base=base,
-        guard_gb=2.7,
-        options=["--api-key", KEY],
-        environment={"OMLX_ADMISSION": "0"},
-    ) as running:
-        yield running
+    arguments = ["--api-key", KEY]
+    with Server(
+        models, base, patched=False, source=standin.PATH, arguments=arguments
+    ) as server:
+        yield server
 
 
 def _kind(folder: Path, key: str, value: Any) -> None:
@@ -118,7 +116,7 @@ class Reader(threading.Thread):
 
 def test_saving_loses_keys_nobody_knows(server: Server) -> None:
     """Contract section 8: the file is rewritten from the known fields."""
-    settings = json.loads((server.log.parent / "settings.json").read_text())
+    settings = json.loads((server.base / "settings.json").read_text())
     assert settings["scheduler"]["max_concurrent_requests"] == 3
     assert "serialize_engine_gpu" not in settings["scheduler"]
 

@@ -23,18 +23,15 @@ class _RedirectToLogin(Exception):
 
 
 def init_auth(secret_key: str, get_global_settings: Callable[[], Any]) -> None:
-    """Take the secret that signs sessions."""
     global _secret, _get_global_settings
     _secret, _get_global_settings = secret_key, get_global_settings
 
 
 def compare_keys(provided_key: str, expected_key: str) -> bool:
-    """Equality in constant time."""
     return secrets.compare_digest(provided_key.encode(), expected_key.encode())
 
 
 def verify_api_key(api_key: str, server_api_key: str) -> bool:
-    """Whether this is the main key."""
     return bool(api_key and server_api_key) and compare_keys(api_key, server_api_key)
 
 
@@ -49,7 +46,6 @@ def _sign(text: str) -> str:
 
 
 def create_session_token() -> str:
-    """A token for the session cookie."""
     until = str(int(time.time()) + SESSION_MAX_AGE)
     return f"{until}.{_sign(until)}"
 

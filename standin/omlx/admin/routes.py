@@ -36,7 +36,6 @@ def set_admin_getters(
     settings_manager: Callable[[], Any],
     global_settings: Callable[[], Any],
 ) -> None:
-    """Take the ways to the server's state."""
     global _get_server_state, _get_engine_pool, _get_settings_manager, _get_global_settings
     _get_server_state, _get_engine_pool = state, pool
     _get_settings_manager, _get_global_settings = settings_manager, global_settings
@@ -51,7 +50,6 @@ class LoginRequest(BaseModel):
 
 @router.post("/api/login")
 async def login(request: LoginRequest, response: Response) -> dict[str, Any]:
-    """Start a session."""
     settings = _get_global_settings()
     key = settings.auth.api_key if settings else None
     if not key:
@@ -93,7 +91,6 @@ def _entry(model_id: str) -> tuple[Any, Any]:
 
 @router.get("/api/models")
 async def list_models(is_admin: bool = Depends(require_admin)) -> dict[str, Any]:
-    """The pool's own view of its models."""
     return {"models": _get_engine_pool().get_status()["models"]}
 
 

@@ -69,7 +69,6 @@ async def _form(request: Request) -> dict[str, bytes]:
 
 
 async def _upload(request: Request) -> str:
-    """The model of an upload."""
     fields = await _form(request)
     missing = [name for name in ("file", "model") if name not in fields]
     if missing:
@@ -96,7 +95,6 @@ async def create_speech(request: SpeechRequest) -> Response:
 
 @router.post("/v1/audio/transcriptions")
 async def create_transcription(request: Request) -> dict[str, Any]:
-    """Something made up for the upload."""
     engine = await _engine(await _upload(request), STTEngine, "a speech-to-text model")
     vector = await _run(engine, "audio")
     return {"text": f"{len(vector)} values"}

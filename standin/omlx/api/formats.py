@@ -1,4 +1,4 @@
-"""Answers in the shape of each API, whole and as streams.
+"""Bodies of requests and answers in the shape of each API.
 
 No counterpart in oMLX under this name.
 """
@@ -11,6 +11,8 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from ..engine.base import GenerationOutput
 
 DONE = "data: [DONE]\n\n"
@@ -22,12 +24,10 @@ def new_id(prefix: str, length: int = 8) -> str:
 
 
 def dump(content: Any) -> str:
-    """JSON without spaces."""
     return json.dumps(content, separators=(",", ":"))
 
 
 def data(content: Any) -> str:
-    """A data-only event."""
     return f"data: {dump(content)}\n\n"
 
 
@@ -37,12 +37,10 @@ def event(name: str, content: dict[str, Any]) -> str:
 
 
 def error_frames(error: Exception) -> str:
-    """How OpenAI-type streams end on an error."""
     return data({"error": {"message": str(error), "type": "server_error"}}) + DONE
 
 
 def usage(output: GenerationOutput, seconds: float) -> dict[str, Any]:
-    """Token counts of the OpenAI APIs."""
     prompt, completion = output.prompt_tokens, output.completion_tokens
     return {
         "prompt_tokens": prompt,
@@ -70,11 +68,9 @@ class Stream:
 
     @property
     def final(self) -> GenerationOutput:
-        """The last output, or an empty one."""
         return self.last or GenerationOutput(text="")
 
     def usage(self) -> dict[str, Any]:
-        """Token counts so far."""
         return usage(self.final, time.perf_counter() - self.started)
 
 
@@ -82,7 +78,6 @@ class Stream:
 
 
 def chat_body(model: str, output: GenerationOutput, seconds: float) -> str:
-    """A whole chat completion."""
     message = {"role": "assistant", "content": output.text}
     return dump(
         {
@@ -99,7 +94,6 @@ def chat_body(model: str, output: GenerationOutput, seconds: float) -> str:
 
 
 def chat_keepalive(response_id: str) -> str:
-    """A chunk that says nothing."""
     choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     chunk = _chunk("chat.completion.chunk", response_id, "keepalive", [choice])
     return data({**chunk, "created": 0})
@@ -108,7 +102,6 @@ def chat_keepalive(response_id: str) -> str:
 async def chat_stream(
     model: str, stream: Stream, response_id: str, include_usage: bool
 ) -> AsyncIterator[str]:
-    """A chat completion in chunks."""
 
     def chunk(delta: dict[str, Any], **rest: Any) -> str:
         choice = {"index": 0, "delta": delta, **rest}
@@ -143,7 +136,6 @@ def _chunk(kind: str, response_id: str, model: str, choices: list[Any]) -> dict[
 
 
 def completion_body(model: str, outputs: list[GenerationOutput], seconds: float) -> str:
-    """A whole completion, one choice for each prompt."""
     total = GenerationOutput(
         text="",
         prompt_tokens=sum(output.prompt_tokens for output in outputs),
@@ -158,7 +150,6 @@ def completion_body(model: str, outputs: list[GenerationOutput], seconds: float)
 
 
 def completion_keepalive(response_id: str) -> str:
-    """A chunk that says nothing."""
     choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
     chunk = _chunk("text_completion", response_id, "keepalive", [choice])
     return data({**chunk, "created": 0})
@@ -167,7 +158,6 @@ def completion_keepalive(response_id: str) -> str:
 async def completion_stream(
     model: str, stream: Stream, response_id: str, include_usage: bool
 ) -> AsyncIterator[str]:
-    """A completion in chunks."""
     try:
         async for output in stream:
             choice = {
@@ -208,7 +198,6 @@ def _message(model: str, content: list[Any], stop_reason: str | None, counts: An
 
 
 def message_body(model: str, output: GenerationOutput) -> str:
-    """A whole message."""
     counts = {
         "input_tokens": output.prompt_tokens,
         "output_tokens": output.completion_tokens,
@@ -220,7 +209,6 @@ def message_body(model: str, output: GenerationOutput) -> str:
 
 
 async def message_stream(model: str, stream: Stream, prompt_tokens: int) -> AsyncIterator[str]:
-    """A message as events."""
     counts = {"input_tokens": prompt_tokens, "output_tokens": 0}
     yield event("message_start", {"message": _message(model, [], None, counts)})
     block = {"index": 0, "content_block": {"type": "text", "text": ""}}
@@ -301,13 +289,11 @@ def _response(
 
 
 def response_body(model: str, output: GenerationOutput, limit: int | None) -> str:
-    """A whole response."""
     body = _response(model, new_id("resp_", 24), limit, output, new_id("msg_", 24))
     return dump(body)
 
 
 async def response_stream(model: str, stream: Stream, limit: int | None) -> AsyncIterator[str]:
-    """A response as numbered events."""
     # Read at each call, as oMLX does.
     from .shared_models import IDPrefix, generate_id
 
@@ -346,3 +332,108 @@ async def response_stream(model: str, stream: Stream, limit: int | None) -> Asyn
     yield numbered("response.output_item.done", output_index=0, item=item)
     final = _response(model, response_id, limit, stream.final, item_id)
     yield numbered(f"response.{final['status']}", response=final)
+
+
+# -- requests: unknown fields are accepted and ignored ------------------------
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stream: bool = False
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+
+
+class ChatCompletionRequest(_Body):
+    """``POST /v1/chat/completions``."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(_Body):
+    """``POST /v1/completions``."""
+
+    model: str
+    prompt: str | list[str]
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream_options: StreamOptions | None = None
+
+
+class AnthropicMessagesRequest(_Body):
+    """``POST /v1/messages``."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    max_tokens: int = 4096
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+
+
+class ResponsesRequest(_Body):
+    """``POST /v1/responses``."""
+
+    model: str
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+
+
+class EmbeddingRequest(BaseModel):
+    """``POST /v1/embeddings``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    input: str | list[str] | None = None
+    dimensions: int | None = None
+    max_length: int | None = None
+
+
+class RerankRequest(BaseModel):
+    """``POST /v1/rerank``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    query: str
+    documents: list[Any]
+    top_n: int | None = None
+    return_documents: bool = False
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, whatever API it came through."""
+    if isinstance(content, str):
+        return content
+    parts = [part.get("text") or "" for part in content or [] if isinstance(part, dict)]
+    return "\n".join(part for part in parts if part)
+
+
+def plain_messages(messages: list[dict[str, Any]], system: Any = None) -> list[dict[str, str]]:
+    """Messages as role and text only; ``developer`` counts as ``system``."""
+    found = [{"role": "system", "content": text_of(system)}] if system else []
+    for message in messages:
+        role = str(message.get("role") or "user")
+        found.append(
+            {
+                "role": "system" if role == "developer" else role,
+                "content": text_of(message.get("content")),
+            }
+        )
+    return found

@@ -14,5 +14,4 @@ class IDPrefix(enum.StrEnum):
 
 
 def generate_id(prefix: IDPrefix, length: int = 24) -> str:
-    """A fresh id."""
     return f"{prefix.value}_{uuid.uuid4().hex[:length]}"

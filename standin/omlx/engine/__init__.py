@@ -1,27 +1,8 @@
 """The engine kinds."""
 
-from ..engine_core import AsyncEngineCore, EngineConfig, EngineCore
-from .base import BaseEngine, BaseNonStreamingEngine, GenerationOutput
+from .base import BaseEngine
 from .batched import BatchedEngine
 from .embedding import EmbeddingEngine
 from .reranker import RerankerEngine
-from .sts import STSEngine
-from .stt import STTEngine
-from .tts import TTSEngine
-from .vlm import VLMBatchedEngine
 
-__all__ = [
-    "AsyncEngineCore",
-    "BaseEngine",
-    "BaseNonStreamingEngine",
-    "BatchedEngine",
-    "EmbeddingEngine",
-    "EngineConfig",
-    "EngineCore",
-    "GenerationOutput",
-    "RerankerEngine",
-    "STSEngine",
-    "STTEngine",
-    "TTSEngine",
-    "VLMBatchedEngine",
-]
+__all__ = ["BaseEngine", "BatchedEngine", "EmbeddingEngine", "RerankerEngine"]

@@ -6,8 +6,6 @@ import asyncio
 import threading
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,72 +55,20 @@ class GenerationOutput:
     finish_reason: str | None = "stop"
     new_text: str = ""
     finished: bool = True
-    tool_calls: list[dict[str, Any]] | None = None
     cached_tokens: int = 0
     generated_at: float | None = None
     generated_until: float | None = None
     first_token_at: float | None = None
 
 
-class BaseEngine(ABC):
+class BaseEngine:
     """An engine that generates text."""
-
-    @property
-    @abstractmethod
-    def model_name(self) -> str:
-        """Path of the model."""
-
-    @property
-    @abstractmethod
-    def tokenizer(self) -> Any:
-        """The model's tokenizer; None while not loaded."""
-
-    @property
-    @abstractmethod
-    def model_type(self) -> str | None:
-        """``model_type`` of the model's config."""
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Load the model."""
-
-    @abstractmethod
-    async def stop(self) -> None:
-        """Drop the model."""
-
-    @abstractmethod
-    async def generate(self, prompt: str | list[int], **kwargs: Any) -> GenerationOutput:
-        """Run a prompt to its end."""
-
-    @abstractmethod
-    def stream_generate(
-        self, prompt: str | list[int], **kwargs: Any
-    ) -> AsyncIterator[GenerationOutput]:
-        """Run a prompt, yielding as tokens come."""
-
-    @abstractmethod
-    async def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> GenerationOutput:
-        """Run a conversation to its end."""
-
-    @abstractmethod
-    def stream_chat(
-        self, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> AsyncIterator[GenerationOutput]:
-        """Run a conversation, yielding as tokens come."""
-
-    @abstractmethod
-    def get_stats(self) -> dict[str, Any]:
-        """Counters."""
-
-    @abstractmethod
-    def get_cache_stats(self) -> dict[str, Any] | None:
-        """Counters of a prefix cache, if there is one."""
 
     def has_active_requests(self) -> bool:
         """Whether any request is being generated."""
         return False
 
-    async def preflight_chat(  # noqa: B027 - optional
+    async def preflight_chat(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
@@ -131,7 +77,7 @@ class BaseEngine(ABC):
     ) -> None:
         """Raise if the conversation cannot fit in memory."""
 
-    async def preflight_completion(  # noqa: B027 - optional
+    async def preflight_completion(
         self, prompt: str, request_id: str | None = None, **kwargs: Any
     ) -> None:
         """Raise if the prompt cannot fit in memory."""
@@ -188,33 +134,6 @@ class ActivityTrackingMixin:
             get_mlx_executor(), lambda: (mx.synchronize(), mx.clear_cache())
         )
 
-    def get_activity_snapshot(self) -> dict[str, Any]:
-        """Operations in progress, with their age in seconds."""
-        now = time.monotonic()
-        with self._active_lock:
-            activities = [
-                {**activity, "request_id": key, "elapsed_seconds": now - activity["started_at"]}
-                for key, activity in self._activities.items()
-            ]
-            return {"active_requests": self._active_count, "activities": activities}
 
-
-class BaseNonStreamingEngine(ActivityTrackingMixin, ABC):
+class BaseNonStreamingEngine(ActivityTrackingMixin):
     """An engine whose answers come in one piece (embeddings, reranking, audio)."""
-
-    @property
-    @abstractmethod
-    def model_name(self) -> str:
-        """Path of the model."""
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Load the model."""
-
-    @abstractmethod
-    async def stop(self) -> None:
-        """Drop the model."""
-
-    @abstractmethod
-    def get_stats(self) -> dict[str, Any]:
-        """Counters."""

@@ -33,16 +33,13 @@ class EmbeddingEngine(BaseNonStreamingEngine):
 
     @property
     def model_name(self) -> str:
-        """Path of the model."""
         return self._model_name
 
     @property
     def hidden_size(self) -> int | None:
-        """Length of a vector; None while not loaded."""
         return self._model.hidden_size if self._model else None
 
     async def start(self) -> None:
-        """Load the model on the global thread."""
         if self._model is not None:
             return
         self._model = MLXEmbeddingModel(self._model_name, self._trust_remote_code)
@@ -50,7 +47,6 @@ class EmbeddingEngine(BaseNonStreamingEngine):
         await loop.run_in_executor(get_mlx_executor(), self._model.load)
 
     async def stop(self) -> None:
-        """Drop the model."""
         if self._model is None:
             return
         loop = asyncio.get_running_loop()
@@ -65,7 +61,6 @@ class EmbeddingEngine(BaseNonStreamingEngine):
         padding: bool = True,
         truncation: bool = True,
     ) -> EmbeddingOutput:
-        """Vectors of ``texts``, in their order."""
         model = self._model
         if model is None:
             raise RuntimeError("the embedding engine is not started")
@@ -90,7 +85,3 @@ class EmbeddingEngine(BaseNonStreamingEngine):
             return result
         finally:
             self._end_activity(activity)
-
-    def get_stats(self) -> dict[str, Any]:
-        """Counters."""
-        return {"model_name": self._model_name, "loaded": self._model is not None}

@@ -33,18 +33,15 @@ class RerankerEngine(BaseNonStreamingEngine):
 
     @property
     def model_name(self) -> str:
-        """Path of the model."""
         return self._model_name
 
     async def start(self) -> None:
-        """Load the model on the global thread."""
         if self._model is None:
             self._model = MLXRerankerModel(self._model_name)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(get_mlx_executor(), self._model.load)
 
     async def stop(self) -> None:
-        """Drop the model."""
         if self._model is not None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(get_mlx_executor(), self._model.close)
@@ -79,7 +76,3 @@ class RerankerEngine(BaseNonStreamingEngine):
             await self._finish_activity(activity)
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         return RerankOutput(scores, order[:top_n], tokens)
-
-    def get_stats(self) -> dict[str, Any]:
-        """Counters."""
-        return {"model_name": self._model_name, "loaded": self._model is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .audio import AudioEngine
+from .stt import AudioEngine
 
 
 class STSEngine(AudioEngine):

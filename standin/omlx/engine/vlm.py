@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engine_core import get_mlx_executor
 from ..utils.model_loading import materialize_lazy_state
-from .text import TextEngine
+from .batched import TextEngine
 
 
 class VLMBatchedEngine(TextEngine):

@@ -30,11 +30,9 @@ class MLXEmbeddingModel:
 
     @property
     def hidden_size(self) -> int | None:
-        """Length of a vector; None while not loaded."""
         return self._config.get("hidden_size")
 
     def load(self) -> None:
-        """Read config, tokenizer and weights."""
         from tokenizers import Tokenizer
 
         folder = Path(self.model_name)
@@ -46,7 +44,6 @@ class MLXEmbeddingModel:
         mx.eval(list(self._weights.values()))
 
     def close(self) -> None:
-        """Drop the weights."""
         self._weights = {}
         mx.synchronize()
         mx.clear_cache()

@@ -12,11 +12,9 @@ class MLXRerankerModel:
         self._embedder = MLXEmbeddingModel(model_name)
 
     def load(self) -> None:
-        """Read the weights."""
         self._embedder.load()
 
     def close(self) -> None:
-        """Drop the weights."""
         self._embedder.close()
 
     def rerank(
