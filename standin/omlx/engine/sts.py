@@ -1,8 +1,6 @@
 """The class of speech processing engines."""
 
-from __future__ import annotations
-
-from .stt import AudioEngine
+from .base import AudioEngine
 
 
 class STSEngine(AudioEngine):

@@ -1,9 +1,7 @@
-"""The class of speech synthesis engines."""
+"""The class of text-to-speech engines."""
 
-from __future__ import annotations
-
-from .stt import AudioEngine
+from .base import AudioEngine
 
 
 class TTSEngine(AudioEngine):
-    """A speech synthesis model."""
+    """A text-to-speech model."""
