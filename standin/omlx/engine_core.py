@@ -193,9 +193,6 @@ class EngineCore:
         self._wake_event = None
         self._loop = None
 
-    def is_running(self) -> bool:
-        return self._running
-
     def _wake_engine_loop(self) -> None:
         if self._wake_event is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake_event.set)

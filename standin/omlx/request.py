@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +35,6 @@ class Request:
     request_id: str
     prompt: str | list[int]
     sampling_params: SamplingParams
-    arrival_time: float = field(default_factory=time.time)
     prompt_token_ids: list[int] | None = None
     num_prompt_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)

@@ -36,7 +36,6 @@ class SchedulerConfig:
     prefill_step_size: int = 2048
     chunked_prefill: bool = False
     decode_fairness: bool = True
-    paged_ssd_cache_dir: str | None = None
     model_name: str = ""
     model_path: str = ""
 
@@ -145,10 +144,6 @@ class Scheduler:
     def has_pending_route_preflight_cleanup(self) -> bool:
         """Whether memory of finished requests is still on its way out (never here)."""
         return False
-
-    def get_cached_mlx_active_memory_bytes(self) -> int:
-        """The last reading of MLX memory taken on the engine's thread."""
-        return self._last_mlx_active_memory_bytes
 
     # -- on the engine's thread ---------------------------------------------
 

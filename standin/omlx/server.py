@@ -934,69 +934,68 @@ async def create_completion(
         raise
 
 
-@app.post("/v1/chat/completions")
-async def create_chat_completion(
-    request: ChatCompletionRequest, http_request: Request, _: bool = Depends(verify_api_key)
+async def _converse(
+    request: Any,
+    http_request: Request,
+    messages: list[dict[str, str]],
+    sampling: dict[str, Any],
+    frames: Callable[[formats.Stream, int], AsyncIterator[str]],
+    body: Callable[[GenerationOutput, float], str],
+    keepalive: str | None,
 ) -> Response:
+    """The next turn of a conversation, whatever API it came through."""
     lease = _LLMEngineLease()
     try:
         engine = await get_engine_for_model(request.model, lease=lease)
-        messages = plain_messages(request.messages)
-        limit = request.max_tokens or request.max_completion_tokens
-        options = _sampling(request, stop=request.stop, max_tokens=limit)
-        await _chat_preflight(engine, lease, messages, http_request)
+        options = _sampling(request, **sampling)
+        tokens = await _chat_preflight(engine, lease, messages, http_request)
         if request.stream:
-            response_id = formats.new_id("chatcmpl-")
             stream = formats.Stream(engine.stream_chat(messages=messages, **options))
-            include = bool(request.stream_options and request.stream_options.include_usage)
-            frames = formats.chat_stream(request.model, stream, response_id, include)
-            keepalive = _resolve_keepalive("openai_chat")
-            if keepalive == _KEEPALIVE_CHAT_CHUNK:
-                keepalive = _chat_keepalive_chunk(response_id)
-            return _sse(http_request, lease, frames, keepalive)
+            return _sse(http_request, lease, frames(stream, tokens), keepalive)
 
         async def run() -> list[GenerationOutput]:
             return [await engine.chat(messages=messages, **options)]
 
-        return _json(
-            http_request,
-            lease,
-            run,
-            lambda outputs, s: formats.chat_body(request.model, outputs[0], s),
-        )
+        return _json(http_request, lease, run, lambda outputs, s: body(outputs[0], s))
     except BaseException:
         await lease.release()
         raise
+
+
+@app.post("/v1/chat/completions")
+async def create_chat_completion(
+    request: ChatCompletionRequest, http_request: Request, _: bool = Depends(verify_api_key)
+) -> Response:
+    response_id = formats.new_id("chatcmpl-")
+    include = bool(request.stream_options and request.stream_options.include_usage)
+    limit = request.max_tokens or request.max_completion_tokens
+    keepalive = _resolve_keepalive("openai_chat")
+    if keepalive == _KEEPALIVE_CHAT_CHUNK:
+        keepalive = _chat_keepalive_chunk(response_id)
+    return await _converse(
+        request,
+        http_request,
+        plain_messages(request.messages),
+        {"stop": request.stop, "max_tokens": limit},
+        lambda stream, _: formats.chat_stream(request.model, stream, response_id, include),
+        lambda output, s: formats.chat_body(request.model, output, s),
+        keepalive,
+    )
 
 
 @app.post("/v1/messages")
 async def create_anthropic_message(
     request: AnthropicMessagesRequest, http_request: Request, _: bool = Depends(verify_api_key)
 ) -> Response:
-    """The next turn of a conversation, Anthropic's way."""
-    lease = _LLMEngineLease()
-    try:
-        engine = await get_engine_for_model(request.model, lease=lease)
-        messages = plain_messages(request.messages, request.system)
-        options = _sampling(request, stop=request.stop_sequences)
-        tokens = await _chat_preflight(engine, lease, messages, http_request)
-        if request.stream:
-            stream = formats.Stream(engine.stream_chat(messages=messages, **options))
-            frames = formats.message_stream(request.model, stream, tokens)
-            return _sse(http_request, lease, frames, _resolve_keepalive("anthropic"))
-
-        async def run() -> list[GenerationOutput]:
-            return [await engine.chat(messages=messages, **options)]
-
-        return _json(
-            http_request,
-            lease,
-            run,
-            lambda outputs, s: formats.message_body(request.model, outputs[0]),
-        )
-    except BaseException:
-        await lease.release()
-        raise
+    return await _converse(
+        request,
+        http_request,
+        plain_messages(request.messages, request.system),
+        {"stop": request.stop_sequences},
+        lambda stream, tokens: formats.message_stream(request.model, stream, tokens),
+        lambda output, _: formats.message_body(request.model, output),
+        _resolve_keepalive("anthropic"),
+    )
 
 
 @app.post("/v1/messages/count_tokens")
@@ -1017,31 +1016,16 @@ async def count_anthropic_tokens(
 async def create_response(
     request: ResponsesRequest, http_request: Request, _: bool = Depends(verify_api_key)
 ) -> Response:
-    """The next turn of a conversation, the Responses way; nothing is stored."""
-    lease = _LLMEngineLease()
-    try:
-        engine = await get_engine_for_model(request.model, lease=lease)
-        given = request.input or ""
-        turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        messages = plain_messages(turns, request.instructions)
-        limit = request.max_output_tokens
-        options = _sampling(request, max_tokens=limit)
-        await _chat_preflight(engine, lease, messages, http_request)
-        if request.stream:
-            stream = formats.Stream(engine.stream_chat(messages=messages, **options))
-            frames = formats.response_stream(request.model, stream, limit)
-            keepalive = _resolve_keepalive("openai_responses")
-            return _sse(http_request, lease, frames, keepalive)
-
-        async def run() -> list[GenerationOutput]:
-            return [await engine.chat(messages=messages, **options)]
-
-        return _json(
-            http_request,
-            lease,
-            run,
-            lambda outputs, s: formats.response_body(request.model, outputs[0], limit),
-        )
-    except BaseException:
-        await lease.release()
-        raise
+    """Nothing is stored."""
+    given = request.input or ""
+    turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    limit = request.max_output_tokens
+    return await _converse(
+        request,
+        http_request,
+        plain_messages(turns, request.instructions),
+        {"max_tokens": limit},
+        lambda stream, _: formats.response_stream(request.model, stream, limit),
+        lambda output, _: formats.response_body(request.model, output, limit),
+        _resolve_keepalive("openai_responses"),
+    )
