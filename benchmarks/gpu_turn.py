@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.arguments import checkout
 from omlx_admission.gpu.turn import GpuTurn, Span
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
+from standin import tinymodels
 
 #: Plugin features other than the one that is measured.
 _QUIET = {

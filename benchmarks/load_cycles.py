@@ -36,7 +36,7 @@ from omlx_admission import _startup
 from omlx_admission.hooks import install
 from omlx_admission.hooks.pool import load_thread
 from omlx_admission.settings import Settings
-from omlx_admission.surfaces.demo import tinymodels
+from standin import tinymodels
 
 MODULES = ("omlx.engine_core", "omlx.engine_pool", "omlx.engine.batched", "omlx.engine.vlm")
 KINDS = ("text", "embedder", "reranker")

@@ -23,8 +23,8 @@ import standin
 from benchmarks.arguments import checkout
 from benchmarks.probed_server import ProbedServer, histogram, spread
 from benchmarks.worker import embed
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Client
+from standin import tinymodels
 
 _EDGES = (0.005, 0.02, 0.05, 0.1, 0.5, 1.0)
 #: Seconds that the shutdown of the slow model's scheduler takes.

@@ -31,9 +31,9 @@ import httpx
 
 from benchmarks.outcome import FAILING, NEVER, NORMAL, Record, judge, overtaken
 from omlx_admission.hooks.patching import faults
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import LOCAL
 from omlx_admission.surfaces.demo.server import Server
+from standin import tinymodels
 
 #: Bytes counted by oMLX. Under the ceiling one of A and B fits, C and D beside neither
 #: or either; F fails to load, X never fits.

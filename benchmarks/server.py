@@ -18,9 +18,9 @@ from pathlib import Path
 import standin
 from benchmarks.arguments import checkout
 from benchmarks.table import Row, render
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
+from standin import tinymodels
 
 #: Requests to the resident model per phase.
 _REQUESTS = 20

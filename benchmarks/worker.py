@@ -18,8 +18,8 @@ from pathlib import Path
 import standin
 from benchmarks.arguments import checkout
 from benchmarks.probed_server import ProbedServer, histogram, spread
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
+from standin import tinymodels
 
 _EDGES = (0.05, 0.2, 0.5, 1.0, 2.0, 4.0)
 #: Columns of the table, and the variables that make them.

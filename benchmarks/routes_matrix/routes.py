@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import LOCAL
+from standin import tinymodels
 
 #: Bytes counted by oMLX. The guard stands at 2.7 GiB: one of these fits, not two.
 _SIZE = 1_650_000_000

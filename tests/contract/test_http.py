@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from omlx_admission.surfaces.demo.server import Server
-from omlx_admission.surfaces.demo.tinymodels import make_embedder, make_text_model
+from standin.tinymodels import make_embedder, make_text_model
 
 GUARD_GB = 2.7
 COUNTED = 1_800_000_000

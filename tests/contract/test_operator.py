@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from omlx_admission.surfaces.demo.server import Server
-from omlx_admission.surfaces.demo.tinymodels import (
+from standin.tinymodels import (
     make_embedder,
     make_reranker,
     make_text_model,

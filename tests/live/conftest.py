@@ -17,9 +17,9 @@ import pytest
 
 import standin
 from omlx_admission.hooks.patching import faults
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
+from standin import tinymodels
 
 #: Bytes counted by oMLX: with the guard at 2.7 GB one of A and B fits, D fits
 #: beside either, and X never fits.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
+from standin import tinymodels
 
 from .conftest import STATIC_GB, loading, until
 

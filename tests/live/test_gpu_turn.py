@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from omlx_admission.gpu import exposure_file
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
+from standin import tinymodels
 
 from .conftest import Omlx
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.server import variables_for
+from standin import tinymodels
 
 from .conftest import Omlx
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.probed_server import ProbedServer
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import Client
+from standin import tinymodels
 
 from .conftest import Omlx
 

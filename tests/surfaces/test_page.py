@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 import standin
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import LOCAL, Client
 from omlx_admission.surfaces.demo.server import Server, free_port
+from standin import tinymodels
 
 from . import browser as chromium
 

@@ -22,9 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import standin
 from omlx_admission.surfaces import routes, status
-from omlx_admission.surfaces.demo import tinymodels
 from omlx_admission.surfaces.demo.client import LOCAL, Client
 from omlx_admission.surfaces.demo.server import Server
+from standin import tinymodels
 
 KEY = "server-test-key"
 PROMPT = "hello"  # what Client sends

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from omlx_admission.surfaces.demo.tinymodels import (
+from standin.tinymodels import (
     make_embedder,
     make_reranker,
     make_text_model,

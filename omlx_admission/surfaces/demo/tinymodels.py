@@ -1,4 +1,4 @@
-"""Tiny random-weight models, made in well under a second each.
+"""Tiny random-weight text models, made in well under a second each.
 
 They are served alike by the stand-in and by real oMLX (0.5.0 to 0.6.3rc2 were
 tried). Nothing is downloaded and no trained weights are involved.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,8 @@ def make_text_model(
     default decodes a few hundred to a thousand tokens per second on one CPU
     core; ``hidden=512, layers=8`` a few dozen.
     """
-    folder = _fresh(directory, name)
-    vocab = _write_tokenizer(folder, _TEXT_SPECIALS, chat=True)
+    folder = fresh(directory, name)
+    vocab = write_tokenizer(folder, _TEXT_SPECIALS, chat=True)
     heads = hidden // 32
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -75,107 +74,9 @@ def make_text_model(
         "eos_token_id": vocab["<|end|>"],
         "pad_token_id": vocab["<|pad|>"],
     }
-    _write_json(folder / "config.json", config)
-    _write_weights(folder, _llama_weights(hidden, layers, vocab, seed), counted_bytes)
+    write_json(folder / "config.json", config)
+    write_weights(folder, _llama_weights(hidden, layers, vocab, seed), counted_bytes)
     return folder
-
-
-def make_embedder(
-    directory: Path,
-    *,
-    name: str,
-    counted_bytes: int | None = None,
-    seed: int = 0,
-    hidden: int = 64,
-    layers: int = 2,
-) -> Path:
-    """Write a BERT-type embedding model to ``directory/name`` and return that folder.
-
-    Vectors have ``hidden`` dimensions. Texts of up to 2000 bytes are safe.
-    """
-    folder = _fresh(directory, name)
-    vocab = _write_tokenizer(folder, ("<|pad|>",), chat=False)
-    config = _bert_config(hidden, layers, vocab)
-    _write_json(folder / "config.json", config)
-    _write_weights(folder, _bert_weights(config, seed), counted_bytes)
-    return folder
-
-
-def make_reranker(
-    directory: Path,
-    *,
-    name: str,
-    counted_bytes: int | None = None,
-    seed: int = 0,
-    hidden: int = 64,
-    layers: int = 2,
-) -> Path:
-    """Write an XLM-RoBERTa-type reranker to ``directory/name`` and return that folder.
-
-    Its scores are as good as random, the same for the same texts.
-    """
-    folder = _fresh(directory, name)
-    vocab = _write_tokenizer(folder, ("<|pad|>",), chat=False)
-    config = {
-        **_bert_config(hidden, layers, vocab),
-        "architectures": ["XLMRobertaForSequenceClassification"],
-        "model_type": "xlm-roberta",
-        "num_labels": 1,
-    }
-    _write_json(folder / "config.json", config)
-    weights = _bert_weights(config, seed)
-    # In the place of the pooler: its weights, and one row for the score.
-    for part in ("weight", "bias"):
-        weights[f"classifier.dense.{part}"] = weights.pop(f"pooler.dense.{part}")
-    weights["classifier.out_proj.weight"] = weights["classifier.dense.weight"][:1]
-    weights["classifier.out_proj.bias"] = mx.zeros((1,))
-    # oMLX reads every file of a reranker and drops tensors of this name only.
-    _write_weights(folder, weights, counted_bytes, padding="position_ids")
-    return folder
-
-
-#: What makes a folder a model of one audio kind: ``model_type`` and architecture.
-_AUDIO = {
-    "stt": ("whisper", "WhisperForConditionalGeneration"),
-    "tts": ("kokoro", "KokoroForConditionalGeneration"),
-    "sts": ("deepfilternet", "DeepFilterNetModel"),
-}
-
-
-def make_audio_model(
-    directory: Path, *, name: str, kind: str, counted_bytes: int | None = None, seed: int = 0
-) -> Path:
-    """Write a folder that is found as an audio model (``stt``, ``tts`` or ``sts``).
-
-    The stand-in serves it. A real oMLX finds and counts it, and fails to load it: its
-    weights are those of an encoder.
-    """
-    folder = _fresh(directory, name)
-    vocab = _write_tokenizer(folder, ("<|pad|>",), chat=False)
-    model_type, architecture = _AUDIO[kind]
-    config = _bert_config(64, 2, vocab) | {
-        "architectures": [architecture],
-        "model_type": model_type,
-    }
-    _write_json(folder / "config.json", config)
-    _write_weights(folder, _bert_weights(config, seed), counted_bytes)
-    return folder
-
-
-def _bert_config(hidden: int, layers: int, vocab: dict[str, int]) -> dict[str, Any]:
-    return {
-        "architectures": ["BertModel"],
-        "model_type": "bert",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": hidden * 2,
-        "num_attention_heads": hidden // 32,
-        "max_position_embeddings": 2048,
-        "type_vocab_size": 1,
-        "vocab_size": len(vocab),
-        "layer_norm_eps": 1e-5,
-        "pad_token_id": vocab["<|pad|>"],
-    }
 
 
 def _llama_weights(
@@ -222,47 +123,7 @@ def _head(hidden: int, vocab: dict[str, int], head: mx.array) -> mx.array:
     return head
 
 
-def _bert_weights(config: dict[str, Any], seed: int) -> dict[str, mx.array]:
-    hidden, wide = config["hidden_size"], config["intermediate_size"]
-    key = mx.random.key(seed)
-
-    def random(*shape: int) -> mx.array:
-        nonlocal key
-        key, use = mx.random.split(key)
-        values: mx.array = mx.random.normal(shape, key=use) * (shape[-1] ** -0.5)
-        return values
-
-    weights: dict[str, mx.array] = {}
-
-    def linear(at: str, outputs: int, inputs: int) -> None:
-        weights[f"{at}.weight"] = random(outputs, inputs)
-        weights[f"{at}.bias"] = mx.zeros((outputs,))
-
-    def norm(at: str) -> None:
-        weights[f"{at}.weight"] = mx.ones((hidden,))
-        weights[f"{at}.bias"] = mx.zeros((hidden,))
-
-    for table, rows in (
-        ("word", config["vocab_size"]),
-        ("position", config["max_position_embeddings"]),
-        ("token_type", config["type_vocab_size"]),
-    ):
-        weights[f"embeddings.{table}_embeddings.weight"] = random(rows, hidden)
-    norm("embeddings.LayerNorm")
-    for index in range(config["num_hidden_layers"]):
-        at = f"encoder.layer.{index}"
-        for part in ("query", "key", "value"):
-            linear(f"{at}.attention.self.{part}", hidden, hidden)
-        linear(f"{at}.attention.output.dense", hidden, hidden)
-        norm(f"{at}.attention.output.LayerNorm")
-        linear(f"{at}.intermediate.dense", wide, hidden)
-        linear(f"{at}.output.dense", hidden, wide)
-        norm(f"{at}.output.LayerNorm")
-    linear("pooler.dense", hidden, hidden)
-    return weights
-
-
-def _write_tokenizer(folder: Path, specials: tuple[str, ...], *, chat: bool) -> dict[str, int]:
+def write_tokenizer(folder: Path, specials: tuple[str, ...], *, chat: bool) -> dict[str, int]:
     """One token per byte, plus ``specials``; returns token text to id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -285,16 +146,17 @@ def _write_tokenizer(folder: Path, specials: tuple[str, ...], *, chat: bool) -> 
             "eos_token": "<|end|>",
             "chat_template": _TEMPLATE,
         }
-    _write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / "tokenizer_config.json", config)
     return vocab
 
 
-def _write_weights(
+def write_weights(
     folder: Path,
     weights: dict[str, mx.array],
     counted_bytes: int | None,
     padding: str = "pad",
 ) -> None:
+    """The weights, and tensors named ``padding`` up to ``counted_bytes``."""
     mx.eval(list(weights.values()))
     path = folder / "model.safetensors"
     mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})
@@ -334,7 +196,8 @@ def _write_pad(path: Path, size: int, tensor: str) -> None:
         file.truncate(size)
 
 
-def _fresh(directory: Path, name: str) -> Path:
+def fresh(directory: Path, name: str) -> Path:
+    """The folder of a model, without the weights of an earlier one."""
     folder = Path(directory) / name
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.safetensors"):
@@ -342,21 +205,6 @@ def _fresh(directory: Path, name: str) -> Path:
     return folder
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A file as people can read it."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    """``python -m omlx_admission.surfaces.demo.tinymodels DIR``: two 1.8 GB-counted chat
-    models and an embedder, enough to try a server with."""
-    directory = Path(sys.argv[1])
-    for folder in (
-        make_text_model(directory, name="tiny-a", counted_bytes=1_800_000_000),
-        make_text_model(directory, name="tiny-b", counted_bytes=1_800_000_000, seed=1),
-        make_embedder(directory, name="tiny-embed"),
-    ):
-        print(folder)
-
-
-if __name__ == "__main__":
-    main()
