@@ -57,6 +57,7 @@ def clients(
                         models,
                         tmp_path_factory.mktemp("base"),
                         patched=False,
+                        start_s=90,
                         source=target.source,
                         python=target.python,
                         memory_gb=GUARD_GB,

@@ -52,6 +52,7 @@ def servers(
                     models,
                     base,
                     patched=False,
+                    start_s=90,
                     source=target.source,
                     python=target.python,
                     arguments=["--api-key", KEY],
