@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.surfaces.demo.tinymodels import make_embedder, make_text_model
+from standin.tinymodels import make_embedder, make_text_model
 
 PROBES = Path(__file__).parent / "probes"
 STORIES = [
