@@ -8,8 +8,8 @@ run in the environment that nox is in, with the Python that has what that oMLX n
 
 ``--omlx-src`` may be repeated. Each of them leaves JUnit reports in ``reports/VERSION/``:
 one of all its tests, and one of a second try of those that failed, without the others.
-``benchmarks.known_differences`` says what they mean; ``table`` prints them as README has
-them. ``tests/live/known_differences.md`` names what is meant to fail with the package.
+``benchmarks.known_differences`` says what they mean; ``table`` prints them as
+``docs/compatibility.md`` has them. ``tests/live/known_differences.md`` names what is meant to fail with the package.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def patched(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def table(session: nox.Session) -> None:
-    """Print the README's rows of these releases, and what is wrong with their reports."""
+    """Print these releases' rows of docs/compatibility.md, and what is wrong with reports."""
     _judge(session, *(source for source, _ in _releases(session)))
 
 

@@ -1,7 +1,7 @@
 """What the test runs of a release came to: ``python -m benchmarks.known_differences DIR``.
 
 Reads the JUnit reports that ``nox -s hooks live stock patched`` left of the oMLX in each
-``DIR`` and prints one row of README's table for it. What is wrong is said line by line,
+``DIR`` and prints its row of docs/compatibility.md. What is wrong is said line by line,
 and ends with status 1:
 
 * a test of ours that failed twice;
@@ -127,7 +127,7 @@ class Release:
         return cls(version, **{name: read(reports / f"{name}.xml") for name in runs})
 
     def row(self, features: str, named: set[str]) -> str:
-        """One row of README's table."""
+        """One row of the table in docs/compatibility.md."""
         cells = [
             "not run" if run is None else str(run)
             for run in (self.hooks, self.live, self.stock, self.patched)

@@ -177,8 +177,8 @@ VARIABLES: tuple[Variable, ...] = (
         "serialize_engine_gpu",
         _switch,
         _SWITCH,
-        "one engine on the GPU at a time; goes before scheduler.serialize_engine_gpu in "
-        "oMLX's settings file",
+        "one engine on the GPU at a time; takes precedence over scheduler.serialize_engine_gpu "
+        "in oMLX's settings file",
     ),
     Variable(
         "OMLX_ADMISSION_GPU_STUCK_S",

@@ -1,4 +1,4 @@
-"""What the README says of variables, commands and outputs is what the code has.
+"""What README and ``docs/`` say of variables, commands and outputs is what the code has.
 
 Run as a script it writes the table of variables anew.
 """
@@ -15,6 +15,8 @@ from omlx_admission.surfaces.demo import add_arguments
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+OPERATION = ROOT / "docs" / "operation.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 _TABLE = re.compile(r"(<!-- variables:.*?-->\n)(.*?)(<!-- /variables -->)", re.DOTALL)
 
 
@@ -42,12 +44,13 @@ def test_the_table_of_variables_is_the_registers() -> None:
 def test_every_variable_that_is_named_exists() -> None:
     # oMLX's own, which `top` reads too.
     known = {v.name for v in settings.VARIABLES} | {"OMLX_API_KEY"}
-    named = set(re.findall(r"\bOMLX_[A-Z_]+\b", README.read_text("utf-8")))
-    assert named <= known
+    for page in PAGES:
+        named = set(re.findall(r"\bOMLX_[A-Z_]+\b", page.read_text("utf-8")))
+        assert named <= known, page
 
 
 def test_every_command_and_option_that_is_named_exists() -> None:
-    text = README.read_text("utf-8")
+    text = "".join(page.read_text("utf-8") for page in PAGES)
     commands = re.findall(r"(?:`|bin/|surfaces\.cli |: `)omlx-admission ([a-z]+)", text)
     assert {"doctor", "demo"} <= set(commands) <= set(COMMANDS)
     parser = argparse.ArgumentParser()
@@ -57,20 +60,12 @@ def test_every_command_and_option_that_is_named_exists() -> None:
         assert option in parser.format_help()
 
 
-def test_links_within_the_project_lead_somewhere() -> None:
-    text = README.read_text("utf-8")
-    headings = {
-        re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in text.splitlines()
-        if line.startswith("#")
-    }
-    links = re.findall(r"\]\(([^)]+)\)", text)
-    assert links
-    for link in links:
-        if link.startswith("#"):
-            assert link[1:] in headings, link
-        elif not link.startswith("https://"):
-            assert (ROOT / link).is_file(), link
+def test_the_readme_fits_four_screens_with_the_installation_on_the_first() -> None:
+    lines = README.read_text("utf-8").splitlines()
+    assert len(lines) <= 4 * 55
+    first = "\n".join(lines[:55])
+    assert "/pip install " in first
+    assert "omlx-admission doctor" in first
 
 
 @pytest.mark.parametrize(
@@ -84,7 +79,7 @@ def test_links_within_the_project_lead_somewhere() -> None:
     ],
 )
 def test_every_code_of_a_refusal_is_told_and_used(code: str) -> None:
-    assert f"| `{code}` |" in README.read_text("utf-8")
+    assert f"| `{code}` |" in OPERATION.read_text("utf-8")
     core = (ROOT / "omlx_admission" / "core").rglob("*.py")
     assert f'"{code}"' in "".join(p.read_text("utf-8") for p in core)
 
