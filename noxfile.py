@@ -9,7 +9,8 @@ run in the environment that nox is in, with the Python that has what that oMLX n
 ``--omlx-src`` may be repeated. Each of them leaves JUnit reports in ``reports/VERSION/``:
 one of all its tests, and one of a second try of those that failed, without the others.
 ``benchmarks.known_differences`` says what they mean; ``table`` prints them as
-``docs/compatibility.md`` has them. ``tests/live/known_differences.md`` names what is meant to fail with the package.
+``docs/compatibility.md`` has them. ``tests/live/known_differences.md`` names what is meant to
+fail with the package.
 """
 
 from __future__ import annotations
