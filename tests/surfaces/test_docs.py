@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from omlx_admission.core.policy.estimates import Dials
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "omlx_admission"
 #: What everything may know: the version, and the words of switches.
@@ -64,6 +66,24 @@ def test_no_code_names_a_case_without_a_row() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             unknown = _named_in(path.read_text("utf-8")) - rows
             assert not unknown, f"{path.relative_to(ROOT)}: {unknown}"
+
+
+def test_the_formulas_of_the_automatic_waits_are_those_of_the_policy() -> None:
+    text = " ".join((ROOT / "docs" / "operation.md").read_text("utf-8").split())
+    found = re.search(
+        r"W = max\((\d+), (\d+) S\) seconds old, half the wait budget at most, and W/n where n "
+        r"models are waited for, W/(\d) at least; a model is kept for S/(\d), (\d+) to (\d+) "
+        r"seconds and a quarter of the wait budget at most",
+        text,
+    )
+    assert found is not None
+    least, times, parts, half, shortest, longest = map(float, found.groups())
+    dials = Dials(budget=1000.0)
+    assert [dials.age_for(s) for s in (0.0, 10.0, 99.0)] == [least, 10 * times, 500.0]
+    assert [dials.share(120.0, n) for n in (1, 2, 9)] == [120.0, 60.0, 120.0 / parts]
+    lingers = [shortest, 10 / half, longest]
+    assert [dials.linger_for(s) for s in (0.0, 10.0, 99.0)] == lingers
+    assert Dials(budget=20.0).linger_for(99.0) == 20.0 / 4
 
 
 def _anchors(text: str) -> set[str]:
