@@ -32,11 +32,19 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """What holds the memory that the first turn needs: who, since when, in use or not."""
+    """What holds the memory that the first turn needs.
+
+    Attributes:
+        busy: it is in use.
+        no_drain_before: when it may be drained, after a drain that did not end.
+        idle_from: what is in use stays so until then, as far as is known.
+    """
 
     model: str
     loaded_at: float
     busy: bool
+    no_drain_before: float = 0.0
+    idle_from: float = 0.0
 
 
 def served_at(
@@ -59,9 +67,10 @@ def served_at(
             stay = estimates.stay(occupant.model)
             expected = occupant.loaded_at + (turn_s if stay is None else stay)
             gate = max(turn.due, min(occupant.loaded_at + turn_s, turn.overdue))
+            gate = max(gate, occupant.no_drain_before)
             # Idle earlier than its gate closes, or drained after it.
             end = min(expected, gate + estimates.drain(occupant.model))
-            time = max(time, end)
+            time = max(time, end, occupant.idle_from)
         time += estimates.swap(turn.model, turn.size)
         occupant = Occupant(turn.model, time, busy=True)
     return time

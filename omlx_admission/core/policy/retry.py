@@ -28,11 +28,10 @@ def estimated_wait_s(
             free_at = max(free_at, now + rest_of(schedule, load, view, now))
         else:
             swap = schedule.estimates.swap(load.target.model, load.size)
-            drain = max((schedule.estimates.drain(v) for v in load.victims), default=0.0)
-            # What runs may have outlived drains that were withdrawn before this one.
-            began = (schedule.busy_since.get(v, load.started) for v in load.victims)
-            took = now - min(began, default=load.started)
-            drain = max(drain - took, took / 2 if took > drain else 0)
+            drain = max(
+                (_rest_of_drain(schedule, v, load.started, now) for v in load.victims),
+                default=0.0,
+            )
             free_at = max(free_at, now + drain + swap)
         if load.target == target:
             return free_at - now
@@ -110,4 +109,23 @@ def _last_to_leave(
         return None
     loaded_at = schedule.loaded_at
     last = max(leaving, key=lambda m: (m.busy, loaded_at.get(m.model, 0.0)))
-    return Occupant(last.model, loaded_at.get(last.model, now), last.busy)
+    idle_from = now
+    if last.model in schedule.busy_since:
+        idle_from += _rest_of_drain(schedule, last.model, now, now)
+    return Occupant(
+        last.model,
+        loaded_at.get(last.model, now),
+        last.busy,
+        schedule.no_drain_before.get(last.model, 0.0),
+        idle_from,
+    )
+
+
+def _rest_of_drain(schedule: Schedule, victim: str, began: float, now: float) -> float:
+    """Seconds until ``victim``, which drains since ``began``, is idle.
+
+    What runs may have outlived drains that were withdrawn or given up before this one.
+    """
+    expected = schedule.estimates.drain(victim)
+    took = now - min(began, schedule.busy_since.get(victim, began))
+    return max(expected - took, took / 2 if took > expected else 0.0)
