@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 #: oMLX's own barriers after an unload give up after as many seconds.
-_LONGEST_S = 8.0
+LONGEST_S = 8.0
 _LOOK_S = 0.05
 
 #: Part of what has left that may stay: it is no residue, or harmless.
@@ -42,10 +42,15 @@ def is_settled(before: Reading, now: Reading) -> bool:
 
 async def settled(before: Reading, read: Callable[[], Reading]) -> bool:
     """Wait until the footprint is settled; False where it is not within some seconds."""
+    return await until(lambda: is_settled(before, read()), LONGEST_S)
+
+
+async def until(done: Callable[[], bool], longest: float) -> bool:
+    """Wait until ``done``; False where it is not within ``longest`` seconds."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + _LONGEST_S
-    while not is_settled(before, read()):
-        if loop.time() >= until:
+    end = loop.time() + longest
+    while not done():
+        if loop.time() >= end:
             return False
         await asyncio.sleep(_LOOK_S)
     return True

@@ -23,6 +23,7 @@ from .decode_activity import get_decode_activity
 from .exceptions import PrefillMemoryExceededError, SchedulerQueueFullError
 from .request import Request, RequestOutput, RequestStatus
 from .utils.metal_sync import _sync_and_clear_cache
+from .utils.proc_memory import get_phys_footprint
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,8 @@ class Scheduler:
         if limit <= 0 or not self._prefill_memory_guard:
             return None
         predicted = (num_prompt_tokens - cached_tokens) * self._token_bytes()
-        if self._last_mlx_active_memory_bytes + predicted <= limit:
+        usage = self._current_usage_bytes(refresh_mlx_active=False)
+        if usage + predicted <= limit:
             return None
         return PrefillEvictionRequest(request_id or "preflight", limit, predicted)
 
@@ -133,7 +135,8 @@ class Scheduler:
             request_id=request_id,
         )
         if needed is not None:
-            estimated = self._last_mlx_active_memory_bytes + needed.predicted_transient_bytes
+            usage = self._current_usage_bytes(refresh_mlx_active=False)
+            estimated = usage + needed.predicted_transient_bytes
             raise PrefillMemoryExceededError(
                 f"a prompt of {num_prompt_tokens} tokens needs about {estimated} bytes",
                 request_id=request_id,
@@ -184,6 +187,11 @@ class Scheduler:
         self._clear()
         _sync_and_clear_cache(self._stream)
         return failed
+
+    def _current_usage_bytes(self, *, refresh_mlx_active: bool = True) -> int:
+        if refresh_mlx_active:
+            self.refresh_route_preflight_usage()
+        return max(self._last_mlx_active_memory_bytes, get_phys_footprint())
 
     def refresh_route_preflight_usage(self) -> None:
         self._last_mlx_active_memory_bytes = mx.get_active_memory()

@@ -96,7 +96,7 @@ def test_p5_a_footprint_that_never_falls_stops_nothing_for_good(
     make_house: Make, mocker: Any
 ) -> None:
     async def test() -> None:
-        mocker.patch.object(footprint, "_LONGEST_S", 0.1)
+        mocker.patch.object(footprint, "LONGEST_S", 0.1)
         house = make_house()
         Kernel(house, mocker)
         await house.use("a")

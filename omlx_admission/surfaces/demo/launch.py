@@ -29,6 +29,9 @@ clean-up after one, which is what a GPU fault does to them.
 ``evicting``: models whose every step asks for memory, as a long prompt's prefill does
 where there is next to none: the engine's loop waits until the pool has looked for some.
 
+``residue_s``: how long the footprint of the process counts a model that has left. It
+counts what oMLX tracks, and nothing else.
+
 ``keepalive_s``: interval of oMLX's keep-alives on streams, which no option of oMLX's sets.
 
 ``pretend_audio``: audio engines load nothing and answer something made up: no tiny model
@@ -75,6 +78,8 @@ _LOOK_S = 0.05
 
 def slow_down(plan: dict[str, Any]) -> None:
     """Make every load take the seconds that ``plan`` gives, fail or hang."""
+    if "residue_s" in plan:
+        _leave_residue(float(plan["residue_s"]))
     seconds = float(plan.get("load_s", 0.0))
     per_model = {m: _turns(value) for m, value in plan.get("per_model", {}).items()}
     failing = frozenset(plan.get("failing", ()))
@@ -140,6 +145,33 @@ def _break(scheduler: Any, path: str) -> None:
 
     for name in ("step", "fail_all_requests"):
         wrapt.wrap_function_wrapper(scheduler, name, guarded)
+
+
+def _leave_residue(seconds: float) -> None:
+    """Let the footprint notice an unload as late; before anything has imported the reading."""
+    memory: Any = importlib.import_module("omlx.utils.proc_memory")
+    pools: list[Any] = []
+    lock, tracked = threading.Lock(), 0
+    left: list[tuple[float, int]] = []
+
+    def footprint(_pid: int | None = None) -> int:
+        nonlocal tracked
+        with lock:  # steps read it too, on threads of their own
+            now = time.monotonic()
+            before, tracked = tracked, sum(int(p._current_model_memory) for p in pools)
+            left.append((now, max(0, before - tracked)))
+            left[:] = [(since, n) for since, n in left if n and now < since + seconds]
+            return tracked + sum(n for _, n in left)
+
+    def begin(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
+        wrapped(*args, **kwargs)
+        pools.append(pool)
+
+    memory.get_phys_footprint = footprint
+    wrapt.register_post_import_hook(
+        lambda module: wrapt.wrap_function_wrapper(module, "EnginePool.__init__", begin),
+        "omlx.engine_pool",
+    )
 
 
 def _evict(core: Any, models: list[str]) -> None:

@@ -122,17 +122,7 @@ class TextEngine(BaseEngine):
         await self._preflight(len(self._tokenizer.encode(prompt)), request_id)
 
     async def _preflight(self, tokens: int, request_id: str | None) -> None:
-        core = getattr(self._engine, "engine", None)
-        scheduler = getattr(core, "scheduler", None)
-        if scheduler is None:
-            return
-        await _run_scheduler_preflight_with_cleanup_retry(
-            scheduler,
-            num_prompt_tokens=tokens,
-            request_id=request_id,
-            eviction_callback=self._prefill_eviction_callback,
-            executor=getattr(core, "_mlx_executor", None),
-        )
+        raise NotImplementedError
 
     async def generate(self, prompt: str | list[int], **kwargs: Any) -> GenerationOutput:
         if not self._loaded:
@@ -192,6 +182,24 @@ class BatchedEngine(TextEngine):
         # In oMLX each class has these, and what follows, for itself.
         self._engine: Any = None
         self._loaded = False
+
+    async def _preflight(self, tokens: int, request_id: str | None) -> None:
+        scheduler = getattr(getattr(self._engine, "engine", None), "scheduler", None)
+        if scheduler is not None:
+            await self._preflight_or_raise_with_eviction(
+                scheduler, num_prompt_tokens=tokens, request_id=request_id
+            )
+
+    async def _preflight_or_raise_with_eviction(
+        self, scheduler: Any, *, num_prompt_tokens: int, request_id: str | None
+    ) -> None:
+        await _run_scheduler_preflight_with_cleanup_retry(
+            scheduler,
+            num_prompt_tokens=num_prompt_tokens,
+            request_id=request_id,
+            eviction_callback=self._prefill_eviction_callback,
+            executor=getattr(getattr(self._engine, "engine", None), "_mlx_executor", None),
+        )
 
     async def start(self) -> None:
         """Load the model on the global thread and start the loop."""
