@@ -24,7 +24,7 @@ from tests.hooks.drift import ALL, Edit, drifted
 pytestmark = pytest.mark.timeout(300)
 
 POOL, CORE, VLM = "engine_pool.py", "engine_core.py", "engine/vlm.py"
-QUEUE = {"queue", "unloads", "stream_hold"}
+QUEUE = {"queue", "unloads", "stream_hold", "prompt_guard"}
 PATH = {"resident", "leases", "off_loop_close", "dead_engines"}
 GPU = {"gpu_turn", "exposure", "gpu_lockout"}
 EVERYTHING = {feature.name for feature in FEATURES}
