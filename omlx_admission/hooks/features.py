@@ -127,7 +127,7 @@ FEATURES: tuple[Feature, ...] = (
         "enabled",
         "no prompt is too long for memory that is not in use or comes back",
         prompt_guard.NEEDS,
-        stands_on=("queue",),
+        requires_any=("queue",),
     ),
     Feature(
         "load_thread",

@@ -173,6 +173,7 @@ def test_private_names_of_omlx_are_needed_whatever_holds_them(path: Path) -> Non
 NOT_THEIRS = {
     "pool/ceiling.py:n": "the enforcer's ways to tell, which have rows",
     "pool/engines.py:done": "asyncio's, of a task",
+    "pool/prompt_guard.py:status_code": "Starlette's, of an answer raised as an error",
     "gpu/engine.py:name": "KEEP_WARM, which has rows",
     "gpu/hold.py:current": "of a thread's own values",
     "gpu/hold.py:generation_stream": "mlx-lm's and mlx-vlm's",

@@ -127,7 +127,7 @@ def test_what_stands_on_a_refused_feature_says_so(doctor: Doctor) -> None:
         assert feature(shown, name)["state"] == "refused"
         assert feature(shown, name)["reasons"] == ["needs our 'queue' (refused)"]
     for text in (lines, with_needs):
-        assert text.count("- needs our 'queue' (refused)") == 2
+        assert text.count("- needs our 'queue' (refused)") == 3
     assert feature(shown, "leases")["state"] == "ready"
 
 
