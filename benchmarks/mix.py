@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 
 from benchmarks.outcome import FAILING, NEVER, NORMAL, Record, judge, overtaken
-from omlx_admission.hooks.patching import faults
+from omlx_admission.core import faults
 from omlx_admission.surfaces.demo.client import LOCAL
 from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels

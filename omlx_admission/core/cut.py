@@ -4,7 +4,7 @@ A request whose engine is taken away is cancelled, as a client's leaving would d
 that whatever it holds is given back in oMLX's own way. What its client gets is made
 here from what is out already: nothing, the blanks that keep a plain answer alive, or a
 part of a stream. oMLX's own ways to end are not enough: they break a body off, or end an
-Anthropic stream as if it were complete (C20, C21).
+Anthropic stream as if it were complete.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The status line says 200 by then. OpenAI's streams end with ``[DONE]``, Anthropic's
 with the error itself. OpenAI's Responses have two forms: the event ``error``,
-which the stock client raises if its data has a field ``error``, and
+which OpenAI's own client raises if its data has a field ``error``, and
 ``response.failed``, which others wait for; both are sent, in that order, because
-the stock client's accumulator refuses any other first event.
+its accumulator refuses any other first event.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Begun(NamedTuple):
 
 
 def _data(events: bytes) -> dict[str, Any]:
-    """The data of the last of some events; nothing where it is none of ours."""
+    """The data of the last of some events; nothing where it is not one of them."""
     _, found, data = events.rstrip().rpartition(b"data:")
     try:
         content = json.loads(data) if found else None

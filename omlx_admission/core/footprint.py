@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-#: oMLX's own barriers after an unload give up after as many seconds.
+#: The pool's own barriers after an unload give up after as many seconds.
 LONGEST_S = 8.0
 _LOOK_S = 0.05
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
+from . import request as requests
 from .policy.model import PoolView, Target
 from .policy.planner import never_fits
 
@@ -24,7 +25,7 @@ class HeldModels:
 
     Attributes:
         leased: models that its route leased: in use, it cannot do without them.
-        kept: models that we keep for it; stock would not have protected them.
+        kept: models that are kept for it, though its route took no lease.
         hand_back: gives back what is kept.
     """
 
@@ -59,3 +60,22 @@ def conflicts_with_held(
         for name, model in view.models.items()
     }
     return bool(held) and impossible(target, size, replace(view, models=models))
+
+
+def held_by_request(model_id: str) -> HeldModels:
+    """What the current request holds while it asks for ``model_id``, for the queue."""
+    request = requests.current.get()
+    if request is None or not request.handed:
+        return NO_MODELS
+    leased = frozenset(m for m, h in request.handed.items() if h.leased)
+    kept = frozenset(m for m, h in request.handed.items() if h.kept) - leased
+    if not leased and not kept:
+        return NO_MODELS
+
+    def hand_back() -> None:
+        for model in kept:
+            for lease in request.handed[model].kept:
+                lease.let_go()
+            request.handed[model].kept.clear()
+
+    return HeldModels(leased, kept, hand_back)

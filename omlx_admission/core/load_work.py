@@ -1,4 +1,4 @@
-"""What a load has on oMLX's load thread: is it at work, or does it wait for nothing?
+"""What a load has on the load thread: is it at work, or does it wait for nothing?
 
 A load that takes long looks from outside like one that never ends. The difference is a
 thread behind it: as long as one of its jobs has not come back, a cancel would free neither
@@ -15,10 +15,10 @@ from typing import Any
 
 #: The load that the current task carries out.
 current: contextvars.ContextVar[LoadWork | None] = contextvars.ContextVar(
-    "omlx_admission_load", default=None
+    "admission_load", default=None
 )
 
-#: A load by other machines has a time-out of its own, half an hour in oMLX. After so many
+#: A load by other machines has a time-out of its own, half an hour. After so many
 #: seconds nothing will come of it.
 _ELSEWHERE_S = 3600.0
 
@@ -54,7 +54,7 @@ class LoadWork:
         job.add_done_callback(self._came_back)
 
     def _came_back(self, job: concurrent.futures.Future[Any]) -> None:
-        """On the job's thread. The load learns of it on its loop, and so do we: a loop
+        """On the job's thread. The load learns of it on its loop, and so does this: a loop
         that stands still meanwhile does not make the load rest."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._remove, job)
@@ -66,7 +66,7 @@ class LoadWork:
 
 
 def note(job: concurrent.futures.Future[Any]) -> None:
-    """A job was handed to oMLX's load thread, or to ours, by whomever."""
+    """A job was handed to a load thread, for whatever load."""
     load = current.get()
     if load is not None:
         load.add(job)

@@ -1,4 +1,4 @@
-"""What the runtime asks of a pool; ``hooks`` implements it on oMLX, tests on a fake."""
+"""What the queue asks of a pool; tests implement it on a fake."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .held_models import NO_MODELS, HeldModels
+from .load_work import LoadWork
 from .policy.model import PoolView, Target
 from .refusal import Refusal
 
@@ -28,6 +29,15 @@ class Ask:
 
 class PoolPort(Protocol):
     """The pool as the admission runtime needs it. All methods but ``load`` are synchronous."""
+
+    def target(self, model_id: str, force_lm: bool, runtime_settings: object | None) -> Target:
+        """The queue key of a call: model and the variant it would be loaded in."""
+
+    def raise_if_unavailable(self, model_id: str) -> None:
+        """Raise what the pool would raise without looking at memory at all."""
+
+    def wrong_kind(self, path: str, model: str) -> Refusal | None:
+        """The refusal where a model is of a kind that the route cannot serve."""
 
     def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
         """The pool at this instant, with ``ready`` and ``unknown`` told for ``targets``."""
@@ -51,14 +61,26 @@ class PoolPort(Protocol):
     def still_serving(self, model: str, engine: Any) -> bool:
         """Whether ``engine`` is still the model's engine and not being torn down."""
 
+    def in_use(self, model: str) -> bool:
+        """Whether a loaded model is busy by the pool's own rule, or loads still."""
+
+    def is_quiescent(self, model: str) -> bool:
+        """Whether nothing of a loaded model runs, its engine's own queues included."""
+
     def mark(self, model: str, target: Target) -> None:
         """Mark a busy model: it leaves for ``target`` once it is idle."""
 
     def unmark(self, model: str) -> None:
-        """Withdraw the mark, if it is ours."""
+        """Withdraw the mark, if it is the queue's."""
 
     async def load(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
         """Evict ``victims`` where needed and load. Raises the pool's own errors."""
+
+    def work_of(self, model: str) -> LoadWork | None:
+        """The work of a load of ``model`` that begins now; None where it cannot be seen."""
+
+    def planned_victim(self) -> str | None:
+        """The next model to leave for the load of this task; None outside of one."""
 
     def is_transient(self, error: Exception) -> bool:
         """Whether a load error is a shortage that passes."""

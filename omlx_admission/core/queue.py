@@ -46,7 +46,7 @@ logger = logging.getLogger("omlx.admission")
 _BUSY_POLL_S = 0.01
 
 #: While anybody waits or a load goes on, look at least this often, in seconds: whatever
-#: changes the pool without passing our hooks is found then.
+#: changes the pool without telling the queue is found then.
 _SAFETY_POLL_S = 1.0
 
 #: Steps that are not urgent take at most one part in so many of the loop's time.
@@ -93,7 +93,7 @@ class Admission:
     Attributes:
         gated: models that take no new requests now; the hot path reads it.
         paced: models that serve, and whose requests wait for a place; the same.
-        broken: this queue failed by a fault of its own; callers run stock.
+        broken: this queue failed by a fault of its own; callers ask the pool directly.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Admission:
         self._patient_until = float("-inf")
         self._closing = False
 
-    # -- for hooks ----------------------------------------------------------
+    # -- for the pool ---------------------------------------------------------
 
     @property
     def closing(self) -> bool:
@@ -162,7 +162,7 @@ class Admission:
             engine, refused = self._at_the_door(ask, budget, request)
             if engine is None and refused is None and ask.held:
                 ask, refused = self._out_of_own_way(ask, request)
-        except Exception as error:  # noqa: BLE001 - a fault of ours costs nobody a request
+        except Exception as error:  # a fault of the queue costs no request
             self._break(error)
             raise QueueBroken from None
         if engine is not None:
@@ -172,20 +172,20 @@ class Admission:
         while True:
             try:
                 waiter = self._enqueue(ask, enqueued, enqueued + budget, request)
-            except Exception as error:  # noqa: BLE001 - the same
+            except Exception as error:  # the same
                 self._break(error)
                 raise QueueBroken from None
             engine = await self._wait(waiter)
             if self.port.still_serving(ask.target.model, engine):
                 return engine
-            # An unlocked unload overtook the grant: this engine is dying (B08).
+            # An unlocked unload overtook the grant: this engine is dying.
             self._give_back(ask.target.model, engine)
 
     def released(self, model: str) -> None:
         """A lease of ``model`` was released: hand over if somebody waits for that."""
         try:
             self.policy.used(model, self.now())
-        except Exception as error:  # noqa: BLE001 - the release itself has happened
+        except Exception as error:  # the release itself has happened
             self._break(error)
         if not self.policy.active:
             return
@@ -268,7 +268,7 @@ class Admission:
     def _taken(self, target: Target) -> tuple[Any, Exception | None]:
         try:
             return self.port.take(target, 1), None
-        except Exception as error:  # noqa: BLE001 - it is the caller's answer
+        except Exception as error:  # it is the caller's answer
             return None, self.port.copy_error(error)
 
     def _is_full_for(self, target: Target, view: PoolView) -> bool:
@@ -328,7 +328,7 @@ class Admission:
                 self.step()
             elif pending.leased is not None:
                 # Granted and cancelled in the same turn of the loop: the lease is
-                # ours, so it is ours to give back.
+                # the waiter's, so it gives it back.
                 self._give_back(ask.target.model, pending.leased)
             raise
         finally:
@@ -345,10 +345,10 @@ class Admission:
             self.events.left(waiter, self.now(), self.policy.waiting, queued)
 
     def _guarded(self, call: Callable[[Waiter], None], waiter: Waiter) -> None:
-        """What the loop calls: a fault of ours must not let anybody wait for ever."""
+        """What the loop calls: a fault of the queue must not let a request wait for ever."""
         try:
             call(waiter)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             self._break(error)
 
     def _expire_at(self, waiter: Waiter, deadline: float) -> None:
@@ -377,7 +377,7 @@ class Admission:
             m.busy or m.loading for m in view.models.values()
         )
         if shortage is not None and not explained:
-            # None of our models is in the way: the pool's own words name what is.
+            # None of the models is in the way: the pool's own words name what is.
             text = f"{shortage} Try again in about {refusal.retry_after} s."
             refusal = replace(refusal, message=text)
             self._refused(refusal, pending.request)
@@ -397,7 +397,7 @@ class Admission:
     ) -> tuple[Ask, Exception | None]:
         """The refusal of what the models that the request holds itself rule out.
 
-        What is only kept for it is handed back instead: stock would have evicted it.
+        What is only kept for it is handed back instead: without the queue it could be evicted.
         """
         view = self.port.view((ask.target,), self.config.max_models)
         leased, kept = ask.held.leased, ask.held.kept
@@ -469,7 +469,7 @@ class Admission:
             self._stepped_at = self.now()
             self._step_cost = self._stepped_at - began
             self._arm(view)
-        except Exception as error:  # noqa: BLE001 - it must not cost anybody a request
+        except Exception as error:  # it must not cost anybody a request
             self._break(error)
         finally:
             self._stepping = False
@@ -483,11 +483,11 @@ class Admission:
             pending.ask = replace(pending.ask, size=size)
 
     def _break(self, error: BaseException) -> None:
-        """Our own failure: log it once, let everybody who waits run stock."""
+        """The queue's own failure: log it once; all who wait ask the pool directly."""
         if self.broken:
             return
         logger.error(
-            "admission: the queue failed; oMLX's own admission takes over", exc_info=error
+            "admission: the queue failed; from now on the pool decides alone", exc_info=error
         )
         self.broken = True
         self.gated = self.paced = frozenset()
@@ -535,7 +535,7 @@ class Admission:
             return
         try:
             engine = self.port.take(target, len(waiters))
-        except Exception as error:  # noqa: BLE001 - it is the waiters' answer
+        except Exception as error:  # it is the waiters' answer
             for waiter in waiters:
                 waiter.outcome = Outcome.FAILED
             self._fail_all(waiters, error)
@@ -613,7 +613,7 @@ class Admission:
             if not self._closing:
                 self.step()
             raise
-        except Exception as error:  # noqa: BLE001 - it is the waiters' answer
+        except Exception as error:  # it is the waiters' answer
             if self.port.is_transient(error):
                 logger.debug("admission: no room yet for '%s': %s", target.model, error)
                 self.events.swap_ended(target.model, "no room")

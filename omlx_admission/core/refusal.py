@@ -7,8 +7,8 @@ import math
 import random
 from dataclasses import dataclass
 
-#: Longest Retry-After in seconds. The stock Anthropic client ignores longer
-#: ones and the stock OpenAI client stops retrying above 120.
+#: Longest Retry-After in seconds. Anthropic's own client ignores longer
+#: ones and OpenAI's stops retrying above 120.
 LONGEST_RETRY_S = 60
 
 
@@ -30,7 +30,7 @@ class Refusal:
     retry_after: int | None = None
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers beside content type and length. Stock clients obey both."""
+        """Headers beside content type and length. The usual clients obey both."""
         if self.retry_after is None:
             return [(b"x-should-retry", b"false")]
         return [(b"retry-after", str(self.retry_after).encode())]

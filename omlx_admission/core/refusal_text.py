@@ -1,7 +1,7 @@
 """The sentences of refusals: which model is in the way, how long, what to do.
 
 They never mention a prompt or a context: agents that read "reduce context" in a
-memory error delete their chat history (B27).
+memory error delete their chat history.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ sockets: set[Request] = set()
 blocked: dict[Request, float] = {}
 
 current: contextvars.ContextVar[Request | None] = contextvars.ContextVar(
-    "omlx_admission_request", default=None
+    "admission_request", default=None
 )
 
 
@@ -80,7 +80,7 @@ MAX_WAIT_HEADER = b"x-omlx-max-wait"
 class Request:
     """One HTTP or WebSocket request, for as long as the application handles it.
 
-    ``handed`` belongs to the hooks: by model, what was handed out to it.
+    ``handed``: by model, what was handed out to it.
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -105,7 +105,7 @@ class Request:
 
     @property
     def id(self) -> str:
-        """The client's ``X-Request-ID``, or a number of ours; made at first use."""
+        """The client's ``X-Request-ID``, or a number given here; made at first use."""
         if self._id is None:
             given = next((v for name, v in self._headers if name == _ID_HEADER), b"")
             known = _ID.fullmatch(given) is not None

@@ -1,6 +1,6 @@
 """A model of a kind that a route cannot serve: say so before it is loaded.
 
-Stock loads the model first, evicting whoever is in its way, and looks at its kind then.
+A route alone finds out after the load, for which other models were evicted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .refusal import Refusal
 _TEXT = frozenset({"batched", "vlm"})
 
 #: Kind of engine (``EngineEntry.engine_type``): what such a model is, and its route.
-#: A kind that is not listed is left to stock.
+#: A kind that is not listed is left to the route.
 _KINDS = {
     "batched": ("a text model", "/v1/chat/completions"),
     "vlm": ("a text model", "/v1/chat/completions"),

@@ -59,7 +59,7 @@ class Keepalive:
     """One keep-alive as it goes over the wire, and the seconds between two.
 
     Without a ``frame`` it is an event of a response that is in progress: numbered, and
-    its first one is that of the stream (C17).
+    its first one is that of the stream.
     """
 
     frame: bytes
@@ -195,7 +195,7 @@ class StreamHold:
                     await asyncio.wait_for(over.wait(), keepalive.interval_s)
                 except TimeoutError:
                     continue
-        except Exception as error:  # noqa: BLE001 - the client has left; the request ends by that
+        except Exception as error:  # the client has left; the request ends by that
             logger.debug("admission: a stream could not be kept alive: %r", error)
 
     # -- the application's answer ---------------------------------------------
@@ -239,7 +239,7 @@ class StreamHold:
             await self._send(message)
 
     def _continued(self, body: bytes) -> bytes:
-        """Their events behind ours: begun once, and numbered on."""
+        """The application's events behind those already sent: begun once, and numbered on."""
         created = _CREATED.search(body)
         if created is not None and (number := _NUMBER.search(created[0])) is not None:
             self._shift = self._said - int(number[2])

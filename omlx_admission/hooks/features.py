@@ -15,7 +15,7 @@ from omlx_admission.hooks.patching.gate import Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.pool import (
     dead,
-    holding,
+    leases,
     load_thread,
     model_dirs,
     off_loop,
@@ -202,7 +202,7 @@ FEATURES: tuple[Feature, ...] = (
 
 def _keep(module: Any, ledger: Ledger, wanted: Wanted) -> None:
     if wanted.settings.leases:
-        holding.apply(module, ledger)
+        leases.apply(module, ledger)
 
 
 #: Innermost wrapper first: the resident path meets a request before the queue,
@@ -230,7 +230,7 @@ PARTS: tuple[Part, ...] = (
     # Our hand-outs are kept by us, also where oMLX keeps its own (the feature is native).
     Part("resident", resident.POOL, _keep),
     Part("queue", resident.POOL, _keep),
-    Part("leases", resident.POOL, lambda m, ledger, _w: holding.apply(m, ledger)),
+    Part("leases", resident.POOL, lambda m, ledger, _w: leases.apply(m, ledger)),
     Part("requests", requests.SERVER, lambda m, ledger, _w: requests.apply(m, ledger)),
     Part(
         "stream_hold",

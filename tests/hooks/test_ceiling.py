@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from omlx_admission.hooks.pool import ceiling
+from omlx_admission.core.pool import ceiling
 from omlx_admission.hooks.pool.port import admission_refused
 
 from .conftest import House, run, settle, soon, until

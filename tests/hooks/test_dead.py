@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks.pool import dead, engines, off_loop, resident
+from omlx_admission.core.pool import engines
+from omlx_admission.hooks.pool import dead, off_loop, resident
 from omlx_admission.hooks.pool.state import state_of
 from omlx_admission.observation import observe
 

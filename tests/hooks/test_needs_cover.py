@@ -17,6 +17,7 @@ import pytest
 
 import standin
 from omlx_admission import hooks
+from omlx_admission.core import pool as core_pool
 from omlx_admission.hooks.features import FEATURES
 from omlx_admission.hooks.patching.gate import Kind
 
@@ -67,7 +68,8 @@ OURS = {
 #: And such that hold something of oMLX in one file only.
 THEIRS = {
     ("gpu/watch.py", "request"): ("Request",),
-    ("pool/port.py", "errors"): ("",),
+    ("core/pool/port.py", "errors"): ("",),
+    ("core/pool/errors.py", "errors"): ("",),
     ("server/requests.py", "app"): ("FastAPI",),
 }
 #: Read without a need, and why.
@@ -80,8 +82,14 @@ ALLOWED = {
 }
 
 
+#: What of the core reads oMLX's pool.
+CORE = Path(core_pool.__file__).parent
+
+
 def _place(path: Path) -> str:
-    """Where the file is below ``hooks/``; its name elsewhere."""
+    """Where the file is below ``hooks/``, or in the core; its name elsewhere."""
+    if path.parent == CORE:
+        return f"core/pool/{path.name}"
     root = Path(hooks.__file__).parent
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
 
@@ -125,7 +133,7 @@ NEEDED = {
     for need in (*feature.needs, *feature.native)
     if need.kind not in (Kind.USED, Kind.JOBS)
 }
-FILES = sorted(Path(hooks.__file__).parent.rglob("*.py"))
+FILES = sorted([*Path(hooks.__file__).parent.rglob("*.py"), *CORE.rglob("*.py")])
 
 
 def missing(path: Path) -> set[str]:
@@ -171,8 +179,8 @@ def test_private_names_of_omlx_are_needed_whatever_holds_them(path: Path) -> Non
 
 #: Read by ``getattr`` of what is not oMLX's, and names that are computed: what they are.
 NOT_THEIRS = {
-    "pool/ceiling.py:n": "the enforcer's ways to tell, which have rows",
-    "pool/engines.py:done": "asyncio's, of a task",
+    "core/pool/ceiling.py:n": "the enforcer's ways to tell, which have rows",
+    "core/pool/engines.py:done": "asyncio's, of a task",
     "pool/prompt_guard.py:status_code": "Starlette's, of an answer raised as an error",
     "gpu/engine.py:name": "KEEP_WARM, which has rows",
     "gpu/hold.py:current": "of a thread's own values",
@@ -183,7 +191,7 @@ NOT_THEIRS = {
     "gpu/native.py:current": "of the change that brings the turn to oMLX",
     "gpu/setting.py:KEY": "ours, put on oMLX's settings",
     "gpu/watch.py:tokens": "mlx-lm's",
-    "pool/holding.py:name": "methods of the pool that have rows",
+    "pool/leases.py:name": "methods of the pool that have rows",
     "install.py:feature.field": "a setting of ours",
     "install.py:obj": "Python's, of an AttributeError",
     "patching/ledger.py:entry.attribute": "what a row has named",

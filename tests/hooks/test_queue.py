@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks.pool import port as pool_port
+from omlx_admission.core.pool import port as pool_port
 from omlx_admission.hooks.pool.port import admission_refused
 
 from .conftest import House, later, run, settle, until

@@ -221,7 +221,7 @@ def test_a_fault_of_ours_lets_stock_answer(
     make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
-        from omlx_admission.hooks.patching import faults
+        from omlx_admission.core import faults
         from omlx_admission.hooks.pool import resident
 
         house = make_house(features={"resident"})

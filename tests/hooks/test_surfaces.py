@@ -236,7 +236,7 @@ def test_the_routes_come_first_and_go_again(seen: Observer) -> None:
 def test_routes_that_cannot_be_added_cost_nothing_else(
     seen: Observer, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from omlx_admission.hooks.patching import faults
+    from omlx_admission.core import faults
     from omlx_admission.hooks.patching.ledger import Ledger
     from omlx_admission.surfaces import routes
 

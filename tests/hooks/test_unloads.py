@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from omlx_admission.core import faults
 from omlx_admission.core import quiesce as leave
 from omlx_admission.core import request as requests
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.pool import unloads
 from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of

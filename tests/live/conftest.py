@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import standin
-from omlx_admission.hooks.patching import faults
+from omlx_admission.core import faults
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels

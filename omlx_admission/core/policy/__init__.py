@@ -1,1 +1,1 @@
-"""Decisions, and nothing else: no asyncio, no threads, no clock, no oMLX."""
+"""Decisions, and nothing else: no asyncio, no threads, no clock."""

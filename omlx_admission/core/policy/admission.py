@@ -59,7 +59,7 @@ from .schedule import Schedule
 #: its room no longer keeps others waiting. oMLX's settle barrier gives up after 8 s.
 _PATIENCE_SETTLE_S = 10.0
 
-#: While room is on its way without an event of ours to announce it (memory that
+#: While room is on its way without an event to announce it (memory that
 #: settles, another tool's unload), look again after this many seconds.
 _SETTLE_POLL_S = 0.05
 

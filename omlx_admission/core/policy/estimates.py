@@ -90,9 +90,8 @@ class Dials:
 
         With W of two swaps the policy still thrashes; with fourteen, three agents
         that take turns on three models need a third less swaps than with ten, and
-        the worst wait stays below half of what service without a gate gives
-        (figures in ``benchmarks/``). Half the budget leaves room for the drain
-        and the load.
+        the worst wait stays below half of what service without a gate gives.
+        Half the budget leaves room for the drain and the load.
         """
         if self.max_age is not None:
             return self.max_age

@@ -131,7 +131,7 @@ class PoolView:
         max_models: most models loaded, loading or unloading; 0 is no limit.
         helpers: models that do not count against it, loaded or wanted.
         exclusive: target to group, for those of which only one of a group may be loaded
-            (helpers with process-wide hooks).
+            (helpers that change the process as a whole).
     """
 
     models: Mapping[str, ModelView]

@@ -18,7 +18,7 @@ class PlanKind(enum.Enum):
     DRAIN = "drain"  # at least one busy model has to drain first
     SETTLE = "settle"  # room is on its way: a load or unload is under way
     BLOCKED = "blocked"  # what could leave does not suffice now
-    ASK = "ask"  # nothing of ours is in the way: only the pool can tell
+    ASK = "ask"  # no model is in the way: only the pool can tell
     NEVER = "never"  # larger than what of the ceiling is fixed, less what is pinned
 
 

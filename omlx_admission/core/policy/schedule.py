@@ -224,7 +224,7 @@ class Schedule:
         return [s for s in (self.swap, self.concurrent_load) if s is not None and s.loading]
 
     def is_loading(self, target: Target) -> bool:
-        """Whether a load of ours for ``target`` runs."""
+        """Whether a load of the queue's for ``target`` runs."""
         return any(load.target == target for load in self.loads)
 
     def late_at(self, load: Swap) -> float:

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from omlx_admission.core import faults
 from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.gpu.turn import Hold, TurnAbandoned, TurnTimeout
 from omlx_admission.gpu.watch import watch
-from omlx_admission.hooks.patching import faults
 
 logger = logging.getLogger("omlx.admission")
 

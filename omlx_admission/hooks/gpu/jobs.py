@@ -18,10 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omlx_admission.core import load_work
+from omlx_admission.core import faults, load_work
 from omlx_admission.gpu.turn import TurnTimeout
 from omlx_admission.hooks.gpu import hold as gpu_hold
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
 

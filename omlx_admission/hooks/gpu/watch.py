@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from omlx_admission import __version__
+from omlx_admission.core import faults
 from omlx_admission.gpu.exposure_file import FILE_NAME
 from omlx_admission.gpu.exposure_line import Versions, system_version
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
@@ -24,7 +25,6 @@ from omlx_admission.gpu.watch import GpuFaultError, watch
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.gpu import native as gpu_native
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from omlx_admission.hooks.pool import holding
+from omlx_admission.core.pool import holding
 from omlx_admission.hooks.pool.state import PoolState, state_of
 
 

@@ -18,13 +18,14 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from omlx_admission.core import faults
 from omlx_admission.core import request as requests
+from omlx_admission.core.pool import holding
+from omlx_admission.core.pool.engines import lives
 from omlx_admission.core.refusal import Refusal
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
-from omlx_admission.hooks.pool import holding
-from omlx_admission.hooks.pool.engines import ABORT, lives
+from omlx_admission.hooks.pool.engines import ABORT
 from omlx_admission.hooks.pool.state import pools, state_of
 from omlx_admission.observation import observe
 

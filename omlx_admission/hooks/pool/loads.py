@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from omlx_admission.core import faults
 from omlx_admission.core import request as requests
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.pool import resident

@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
+from omlx_admission.core import faults
 from omlx_admission.core import request as requests
 from omlx_admission.core.quiesce import Quiesce
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.pool import unloads, unlocked
 from omlx_admission.hooks.pool.state import PoolState, state_of, unloading_models

@@ -19,9 +19,10 @@ import types
 from collections.abc import Coroutine, Generator
 from typing import Any
 
+from omlx_admission.core import faults
+from omlx_admission.core.pool.engines import runs
 from omlx_admission.core.uninterrupted import to_its_end
 from omlx_admission.hooks.gpu import engine as gpu_engine
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.pool import engines, resident
@@ -164,7 +165,7 @@ async def add_request(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         EngineClosing: it does. In stock the caller finds no core at all, or waits for ever.
     """
-    if vars(core).get(_ATTRIBUTE) or not engines.runs(core):
+    if vars(core).get(_ATTRIBUTE) or not runs(core):
         raise EngineClosing(f"model '{gpu_engine.name_of(core)}' was unloaded meanwhile")
     return await wrapped(*args, **kwargs)
 

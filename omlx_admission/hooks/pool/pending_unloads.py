@@ -15,10 +15,10 @@ import contextvars
 import logging
 from typing import Any
 
-from omlx_admission.hooks.patching import faults
+from omlx_admission.core import faults
+from omlx_admission.core.port import PoolPort
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.pool import resident
-from omlx_admission.hooks.pool.port import OmlxPool
 from omlx_admission.hooks.pool.state import marked_by_us, state_of
 
 logger = logging.getLogger("omlx.admission")
@@ -63,7 +63,6 @@ def _begin_to_follow(pool: Any, model: str) -> None:
     admission = state_of(pool).admission
     if admission is None or not _is_marked(pool, model):
         return
-    assert isinstance(admission.port, OmlxPool)
     # Whoever marks may be a request; what follows does not end with it.
     task = asyncio.get_running_loop().create_task(
         _follow(pool, admission.port, model),
@@ -75,7 +74,7 @@ def _begin_to_follow(pool: Any, model: str) -> None:
     admission.changed()
 
 
-async def _follow(pool: Any, port: OmlxPool, model: str) -> None:
+async def _follow(pool: Any, port: PoolPort, model: str) -> None:
     while _is_marked(pool, model):
         if port.is_quiescent(model):
             entry = pool._entries[model]
@@ -90,7 +89,7 @@ async def _follow(pool: Any, port: OmlxPool, model: str) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _unload_dead(pool: Any, port: OmlxPool, model: str) -> None:
+async def _unload_dead(pool: Any, port: PoolPort, model: str) -> None:
     """Stock never calls an engine idle whose loop has died with requests in it."""
     if _is_marked(pool, model) and port.is_quiescent(model):
         await pool._unload_engine(model)

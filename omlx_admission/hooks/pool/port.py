@@ -1,43 +1,22 @@
-"""The real pool as the admission runtime sees it: views, leases, marks and loads.
-
-Sizes and sums are the pool's own, read the way stock admission reads them, so
-that what the plan calls a fit is what stock will call a fit.
-"""
+"""The pool as the queue sees it, with what only this package knows of it."""
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import copy
 import sys
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
-from omlx_admission.core import route_model_kinds as kinds
-from omlx_admission.core.footprint import Reading
-from omlx_admission.core.load_work import LoadWork
-from omlx_admission.core.policy.model import ModelView, PoolView, Target
-from omlx_admission.core.policy.planner import too_large_now
-from omlx_admission.core.port import Ask
-from omlx_admission.core.refusal import Refusal
+from omlx_admission.core.policy.model import Target
+from omlx_admission.core.pool.port import EnginePoolPort, refused_class
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
-from omlx_admission.hooks.pool import books, dead, phantom, resident, stalled
-from omlx_admission.hooks.pool import ceiling as ceilings
-from omlx_admission.hooks.pool.engines import lives
-from omlx_admission.hooks.pool.places import most, places
-from omlx_admission.hooks.pool.state import (
-    DRAIN_REASON,
-    drains_for_us,
-    state_of,
-    unloading_models,
-)
+from omlx_admission.hooks.pool import books, ceiling, dead, phantom, resident, stalled
+from omlx_admission.hooks.pool.state import state_of, unloading_models
 
 #: What :meth:`OmlxPool.view` reads.
 VIEW_NEEDS = (
-    *ceilings.NEEDS,
+    *ceiling.NEEDS,
     *phantom.NEEDS,
     *read_if_there(resident.POOL, "EnginePool", "_load_seconds_per_gb_ema"),
     Need(resident.POOL, "EnginePool._current_model_memory", Kind.VALUE),
@@ -88,463 +67,64 @@ VIEW_NEEDS = (
     ),
 )
 
-#: Victims that the load of the current task has planned; read by the wrapper of
-#: ``_find_lru_victim``, which stock calls from within that load.
-planned_victims: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
-    "omlx_admission_planned_victims", default=()
-)
 
+class OmlxPool(EnginePoolPort):
+    """One ``EnginePool`` that the hooks have patched."""
 
-class LoadAtHand(NamedTuple):
-    """A load that the queue began, while the pool carries it out in ``task``."""
+    def __init__(self, pool: Any, module: Any, get_engine: Callable[..., Any]) -> None:
+        super().__init__(pool, module, _exceptions(), get_engine)
 
-    port: OmlxPool
-    ask: Ask
-    task: asyncio.Task[Any] | None
+    def unloading(self) -> Collection[str]:
+        """Models whose teardown runs now, by marks beside the pool and by its own."""
+        return unloading_models(self._pool)
 
-    def has_a_chance(self) -> bool:
-        """Whether it would fit under the ceiling of this instant if all left that can."""
-        target = self.ask.target
-        return not too_large_now(target, self.ask.size, self.port.view((target,), 0))
+    def works(self, engine: Any) -> bool:
+        """An engine that only counts wrongly does not work (P2)."""
+        return super().works(engine) and not phantom.is_phantom(engine)
 
-    def read(self) -> Reading:
-        """The memory of the process, and whether the load fits into the rest of it."""
-        return self.port.reading(self.ask.size)
+    def is_vision(self, engine: Any) -> bool:
+        """The class of vision engines may be missing."""
+        return resident.is_vlm(engine)
 
-
-_load_at_hand: contextvars.ContextVar[LoadAtHand | None] = contextvars.ContextVar(
-    "omlx_admission_load_at_hand", default=None
-)
-
-
-def load_at_hand() -> LoadAtHand | None:
-    """The load of ours that runs in the current task; tasks that it began are not it."""
-    load = _load_at_hand.get()
-    return load if load is not None and load.task is asyncio.current_task() else None
-
-
-#: First members of a variant that is not just a settings signature: a vision
-#: model wanted as text, and settings given by a caller of a pool without any.
-_AS_TEXT = "as text"
-_EXPLICIT = "explicit settings"
-
-
-#: An engine whose runtime hooks are process-wide, of which only one may live: the
-#: settings that ask for it, its class, and the name of that kind. Stock raises where
-#: another one is busy, after it has begun to load (B44).
-_DFLASH = ("dflash_enabled", "True")
-_DFLASH_ENGINE = "DFlashEngine"
-_DFLASH_GROUP = "dflash"
-
-
-def _signature(target: Target) -> tuple[str | None, Any]:
-    """What kind of special variant ``target`` is, if any, and its settings signature."""
-    variant: Any = target.variant
-    if variant and isinstance(variant[0], str):
-        return variant[0], variant[1]
-    return None, variant
-
-
-def _wants_dflash(target: Target) -> bool:
-    return _DFLASH in (_signature(target)[1] or ())
-
-
-def _is_dflash(engine: Any) -> bool:
-    # By name: the class may not be importable.
-    return type(engine).__name__ == _DFLASH_ENGINE
-
-
-def _nothing() -> None:
-    """A weak reference to no engine."""
-
-
-class OmlxPool:
-    """:class:`~omlx_admission.core.port.PoolPort` on one ``EnginePool``."""
-
-    def __init__(self, pool: Any, module: Any, stock_get_engine: Callable[..., Any]) -> None:
-        self._pool = pool
-        self._module = module
-        self._errors = _exceptions()
-        self._stock_get_engine = stock_get_engine
-        self._loaded_for: dict[str, tuple[weakref.ref[Any], Target]] = {}
-        #: What wanted a DFlash engine last and got another one.
-        self._fell_back: dict[str, Target] = {}
-        self._extras: dict[str, tuple[object, int]] = {}
-        #: The last load of each model, by whomever it was asked for.
-        self._works: weakref.WeakValueDictionary[str, LoadWork] = weakref.WeakValueDictionary()
-
-    # -- questions ----------------------------------------------------------
-
-    def target(self, model_id: str, force_lm: bool, runtime_settings: object | None) -> Target:
-        """The queue key of a call: model and the variant it would be loaded in."""
-        pool = self._pool
-        signature = pool._engine_runtime_signature(model_id, runtime_settings)
-        if force_lm:
-            return Target(model_id, (_AS_TEXT, signature))
-        if runtime_settings is not None and pool._settings_manager is None:
-            return Target(model_id, (_EXPLICIT, signature))
-        return Target(model_id, signature)
-
-    def size(self, arguments: Mapping[str, Any]) -> int:
-        """See :class:`~omlx_admission.core.port.PoolPort`.
-
-        Those are what stock admission will count, once what is loaded of it has gone.
-        """
-        pool = self._pool
-        entry = pool._entries.get(arguments["model_id"])
-        if entry is None:
-            return 0
-        if getattr(entry, "runtime_estimated_size", None) is not None:
-            # That of the engine that runs, with what its own settings add.
-            entry = copy.copy(entry)
-            entry.runtime_estimated_size = None
-        size = self._resident_size(entry)
-        if self._is_distributed(entry):
-            return size
-        text_only = getattr(entry, "text_only_size", None)
-        if text_only and (arguments.get("force_lm") or entry.engine_type == "batched"):
-            size = int(text_only)
-        if not hasattr(pool, "_entry_runtime_resident_size"):
-            return size
-        return size + self._extra(entry, arguments.get("runtime_settings"))
-
-    def _extra(self, entry: Any, settings: object | None) -> int:
-        """Bytes that the settings of a load add to the model's own.
-
-        The pool writes a line to the log each time it is asked, so it is asked once for
-        the same settings.
-        """
-        pool, model = self._pool, entry.model_id
-        manager = pool._settings_manager
-        if settings is None and manager is not None:
-            settings = manager.get_settings(model)
-        values = copy.copy(getattr(settings, "__dict__", settings))
-        asked = (entry.model_path, entry.estimated_size, values)
-        known = self._extras.get(model)
-        if known is None or known[0] != asked:
-            extra = int(pool._entry_runtime_resident_size(entry, settings, base_size=0))
-            known = self._extras[model] = (asked, extra)
-        return known[1]
-
-    def raise_if_unavailable(self, model_id: str) -> None:
-        """Raise what stock would raise without looking at memory at all.
-
-        Raises:
-            ModelNotFoundError: not registered, or its folder is gone.
-            ModelUnavailableError: an earlier load failed, and stock caches that.
-        """
-        pool = self._pool
-        entry = pool._entries.get(model_id)
-        if entry is None:
-            raise self.not_found(model_id)
-        if entry.engine is None and not entry.is_loading:
-            looked_at = pool
-            if pool._lock.locked():
-                # It drops what has gone from the disk, and who has the lock may be
-                # going through the entries.
-                looked_at = copy.copy(pool)
-                looked_at._entries = dict(pool._entries)
-            looked_at._raise_if_model_path_missing_locked(model_id, entry)
-            pool._raise_if_load_failed(model_id, entry)
-
-    def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        pool, module = self._pool, self._module
-        unloading = unloading_models(pool)
-        models = {
-            model_id: self._model_view(model_id, entry, model_id in unloading)
-            for model_id, entry in list(pool._entries.items())
-            if entry.engine is not None or entry.is_loading or model_id in unloading
-        }
-        ceiling, never_refuse = int(pool._current_ceiling()), False
-        if ceiling <= 0 and hasattr(pool, "_fallback_admission_ceiling"):
-            ceiling, never_refuse = int(pool._fallback_admission_ceiling()), True
-        committed = self._committed()
-        return PoolView(
-            models=models,
-            exclusive={t: _DFLASH_GROUP for t in targets if self._is_exclusive(t)},
-            ready=frozenset(t for t in targets if self._is_ready(t)),
-            unknown=frozenset(t for t in targets if t.model not in pool._entries),
-            ceiling=ceiling,
-            fixed_ceiling=ceilings.fixed(pool),
-            used=max(committed, int(module.get_phys_footprint())),
-            committed=committed,
-            never_refuse=never_refuse,
-            max_models=max_models,
-            helpers=frozenset(
-                model
-                for model in {*models, *(t.model for t in targets)}
-                if kinds.is_helper(pool._entries.get(model))
-            ),
-        )
-
-    def _committed(self) -> int:
-        tracked = int(self._pool._current_model_memory)
-        return max(int(self._module.mx.get_active_memory()), tracked)
-
-    def reading(self, size: int) -> Reading:
-        """The memory of the process; ``size`` bytes are to come."""
-        pool = self._pool
-        targets = [int(pool._current_ceiling())]
-        if hasattr(pool, "_admission_soft_target"):
-            targets.append(int(pool._admission_soft_target()))
-        most = min((target for target in targets if target > 0), default=0)
-        footprint = int(self._module.get_phys_footprint())
-        return Reading(footprint, self._committed(), not most or footprint + size <= most)
-
-    def _model_view(self, model_id: str, entry: Any, unloading: bool) -> ModelView:
-        work = self._works.get(model_id) if entry.is_loading else None
-        stalled.let_go(self._pool, model_id, entry)
-        return ModelView(
-            model=model_id,
-            size=self._resident_size(entry),
-            variant=entry.runtime_settings_signature,
-            busy=is_busy(entry),
-            leases=entry.in_use,
-            unread=stalled.unread(model_id, entry),
-            sessions=stalled.sessions(model_id, entry),
-            pinned=entry.is_pinned,
-            loading=entry.is_loading,
-            # Told to leave by somebody else than the queue: it will, and nobody may
-            # plan with it until it has.
-            unloading=unloading
-            or bool(entry.pending_unload_reason and not drains_for_us(entry)),
-            last_used=self._last_used(model_id, entry),
-            places=places(entry.engine),
-            most=most(entry.engine),
-            # What a load will bring is not known before its end.
-            group=_DFLASH_GROUP if _is_dflash(entry.engine) else None,
-            # A load that waits for another one's teardown has nothing on its thread.
-            resting=work.resting() if work and not unloading_models(self._pool) else 0.0,
-            read=max(0, self._used() - work.used) if work else 0,
-        )
-
-    def _is_exclusive(self, target: Target) -> bool:
-        return _wants_dflash(target) and self._fell_back.get(target.model) != target
-
-    def _last_used(self, model_id: str, entry: Any) -> float:
+    def last_used(self, model: str, entry: Any) -> float:
         """By ``time.monotonic``; converted where we were not asked for the model (C18)."""
-        used = state_of(self._pool).used.get(model_id)
+        used = state_of(self._pool).used.get(model)
         return time.monotonic() - (time.time() - entry.last_access) if used is None else used
 
-    def _used(self) -> int:
-        module = self._module
-        return max(int(module.mx.get_active_memory()), int(module.get_phys_footprint()))
-
-    def _is_distributed(self, entry: Any) -> bool:
-        distributed = getattr(self._pool, "_distributed_deployment_for_entry", None)
-        return distributed is not None and distributed(entry) is not None
-
-    def _resident_size(self, entry: Any) -> int:
-        resident_size = getattr(self._pool, "_entry_resident_size", None)
-        return int(resident_size(entry) if resident_size else entry.estimated_size)
-
-    def in_use(self, model: str) -> bool:
-        """Whether stock itself would say that a loaded model is busy, or it loads still."""
-        entry = self._pool._entries[model]
-        stalled.let_go(self._pool, model, entry)
-        return bool(entry.is_loading) or is_busy(entry)
-
-    def is_quiescent(self, model: str) -> bool:
-        """Whether nothing of a loaded model runs, its engine's own queues included."""
-        if self.in_use(model):
-            return False
-        entry = self._pool._entries[model]
-        works = getattr(self._pool, "_entry_has_scheduler_work", None)
-        return works is None or not works(entry) or not lives(entry.engine)
-
-    def _is_ready(self, target: Target) -> bool:
-        entry = self._pool._entries.get(target.model)
-        if (
-            entry is None
-            or entry.engine is None
-            or entry.is_loading
-            or not lives(entry.engine)
-            or target.model in unloading_models(self._pool)
-            or (entry.pending_unload_reason and not drains_for_us(entry))
-        ):
-            return False
-        for_engine, for_target = self._loaded_for.get(target.model, (_nothing, None))
-        if for_target == target and for_engine() is entry.engine:
-            # An option that fell back at load leaves another signature behind
-            # (before 0.5.4); what was loaded for this target serves it (B13).
-            return True
-        kind, signature = _signature(target)
-        if kind == _AS_TEXT and resident.is_vlm(entry.engine):
-            return False
-        loaded = entry.runtime_settings_signature
-        if loaded is None:
-            return kind != _EXPLICIT
-        return signature is None or bool(loaded == signature)
-
-    # -- leases and marks ---------------------------------------------------
-
     def take(self, target: Target, leases: int) -> Any:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        pool = self._pool
-        entry = pool._entries[target.model]
-        engine = entry.engine
-        pool._validate_llm_engine_ready(target.model, engine)
-        entry.last_access = time.time()
-        state_of(pool).used[target.model] = time.monotonic()
-        entry.in_use += leases
+        """Note when, by the clock that does not go back."""
+        engine = super().take(target, leases)
+        state_of(self._pool).used[target.model] = time.monotonic()
         return engine
 
-    def places(self, model: str) -> int | None:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        return places(self._pool._entries[model].engine)
-
     def give_back(self, model: str, engine: Any) -> None:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
+        """By the book of leases."""
         books.give_back(self._pool, model, lambda: engine)
 
-    def still_serving(self, model: str, engine: Any) -> bool:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        entry = self._pool._entries.get(model)
-        return (
-            entry is not None
-            and entry.engine is engine
-            and lives(engine)
-            and model not in unloading_models(self._pool)
-        )
+    def unread(self, model: str, entry: Any) -> int:
+        """See :mod:`.stalled`."""
+        return stalled.unread(model, entry)
 
-    def mark(self, model: str, target: Target) -> None:
-        """See :class:`~omlx_admission.core.port.PoolPort`.
+    def sessions(self, model: str, entry: Any) -> int:
+        """See :mod:`.stalled`."""
+        return stalled.sessions(model, entry)
 
-        The pool's own method wants its lock held; it neither awaits nor reads
-        anything that a lock holder leaves half-written, and waiting for the lock
-        would put the mark behind a whole load.
-        """
-        self._pool._mark_pending_unload_locked(model, f"{DRAIN_REASON} for '{target.model}'")
+    def let_go_stalled(self, model: str, entry: Any) -> None:
+        """See :mod:`.stalled`."""
+        stalled.let_go(self._pool, model, entry)
 
-    def unmark(self, model: str) -> None:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        entry = self._pool._entries.get(model)
-        if entry is not None and drains_for_us(entry):
-            entry.pending_unload_reason = None
-
-    # -- loading ------------------------------------------------------------
-
-    async def load(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        model = ask.target.model
+    async def may_load(self) -> None:
+        """Wait for the end of a change of the model folders."""
         while (reloading := state_of(self._pool).reloading) is not None:
             await reloading.wait()
-        # Stock refuses a marked model; the gate is closed, so nobody slips in.
-        self.unmark(model)
-        planned_victims.set(tuple(v for v in victims if v != model))
-        _load_at_hand.set(LoadAtHand(self, ask, asyncio.current_task()))
-        await self._make_places(ask, victims, max_models)
-        engine = await self._stock_get_engine(**ask.arguments)
-        if not self.still_serving(model, engine):
-            dead.bury(self._pool, model)
-            raise self._errors.ModelLoadingError(model, f"Model '{model}' is being unloaded")
-        self._loaded_for[model] = (weakref.ref(engine), ask.target)
-        if _wants_dflash(ask.target) and not _is_dflash(engine):
-            self._fell_back[model] = ask.target
-        elif self._fell_back.get(model) == ask.target:
-            del self._fell_back[model]
 
-    def work_of(self, model: str) -> LoadWork | None:
-        """The work of a load of ``model`` that begins now; None: nobody can tell of it."""
-        if not gpu_jobs.executors.prepare(sys.modules[gpu_jobs.CORE].get_mlx_executor()):
-            return None
-        elsewhere = self._is_distributed(self._pool._entries[model])
-        work = self._works[model] = LoadWork(self._used(), elsewhere=elsewhere)
-        return work
+    def handed_out_dead(self, model: str) -> None:
+        """See :mod:`.dead`."""
+        dead.bury(self._pool, model)
 
-    async def _make_places(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
-        """Stock evicts for bytes only: first evict what has to leave for another reason.
-
-        Those are places (``max_models``) and models of an exclusive kind.
-        """
-        model, pool = ask.target.model, self._pool
-        for victim in victims:
-            view = self.view((ask.target,), max_models)
-            held = view.models.keys() - view.helpers - {model}
-            full = bool(max_models) and len(held) >= max_models and victim in held
-            full = full and model not in view.helpers
-            group, rival = view.exclusive.get(ask.target), view.models.get(victim)
-            excludes = group is not None and rival is not None and rival.group == group
-            if victim == model or not (full or excludes):
-                continue
-            async with pool._lock:
-                entry = pool._entries.get(victim)
-                if entry is None or entry.engine is None:
-                    continue
-                if entry.is_pinned or is_busy(entry):
-                    raise self._errors.ModelBusyError(victim, "make room")
-                await pool._unload_engine(victim)
-
-    def is_transient(self, error: Exception) -> bool:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        errors = self._errors
-        if isinstance(error, errors.ModelTooLargeError):
-            return ceilings.may_fit(self._pool, error)
-        return isinstance(
-            error,
-            errors.InsufficientMemoryError | errors.ModelBusyError | errors.ModelLoadingError,
-        )
-
-    def copy_error(self, error: Exception) -> Exception:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        copy = type(error).__new__(type(error))
-        copy.args = error.args
-        copy.__dict__.update(error.__dict__)
-        return copy
-
-    def not_found(self, model: str) -> Exception:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        error: Exception = self._errors.ModelNotFoundError(model, list(self._pool._entries))
-        return error
-
-    def too_large(self, model: str, size: int, view: PoolView, text: str) -> Exception:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        errors, pool = self._errors, self._pool
-        error: Exception
-        limit = view.fixed_ceiling
-        if size <= limit or limit <= 0:
-            # It would fit but for what is pinned: stock has another name for that.
-            error = errors.InsufficientMemoryError(size, view.used, text)
-            return error
-        extra: dict[str, Any] = {}
-        advise = getattr(pool, "_ceiling_binding_and_advice", None)
-        if advise is not None:
-            binding, advice = advise(
-                ceiling=limit, current=view.used, tail="use a smaller model"
-            )
-            extra = {"binding": binding, "advice": advice}
-        error = errors.ModelTooLargeError(model, size, limit, **extra)
-        return error
-
-    def refused(self, refusal: Refusal) -> Exception:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        return admission_refused()(refusal)
-
-    def seconds_per_byte(self) -> float | None:
-        """See :class:`~omlx_admission.core.port.PoolPort`."""
-        per_gb = getattr(self._pool, "_load_seconds_per_gb_ema", None)
-        return None if per_gb is None else float(per_gb) / 1024**3
-
-
-def is_busy(entry: Any) -> bool:
-    """Whether a model is leased, or its engine works for somebody who took no lease.
-
-    A dead engine will finish nothing, whoever holds a lease of it.
-    """
-    engine = entry.engine
-    if engine is not None and not lives(engine):
-        return False
-    if entry.in_use > 0:
-        return True
-    if engine is None:
-        return False
-    try:
-        # `is True`, as the pool's own check has it.
-        active = engine.has_active_requests() is True
-    except Exception:  # noqa: BLE001 - a check that cannot answer must not pin memory
-        return False
-    return active and not phantom.is_phantom(engine)
+    def sees_jobs(self) -> bool:
+        """Whether the executor of loads could be wrapped."""
+        return gpu_jobs.executors.prepare(sys.modules[gpu_jobs.CORE].get_mlx_executor())
 
 
 def _exceptions() -> Any:
@@ -553,29 +133,6 @@ def _exceptions() -> Any:
     return omlx.exceptions
 
 
-_refused_class: type[Exception] | None = None
-
-
 def admission_refused() -> type[Exception]:
-    """The class of our refusals: upstream's queue-full error, subclassed.
-
-    It is neither an ``EnginePoolError`` nor an ``HTTPException``, so the server
-    passes it on untouched, and where our middleware is missing it degrades to
-    upstream's own 503.
-    """
-    global _refused_class
-    if _refused_class is None:
-        base: Any = _exceptions().SchedulerQueueFullError
-
-        class AdmissionRefused(base):  # type: ignore[misc]
-            """The admission queue refused a request; ``refusal`` says how and why."""
-
-            def __init__(self, refusal: Refusal) -> None:
-                Exception.__init__(self, refusal.message)
-                self.refusal = refusal
-                self.message = refusal.message
-                self.details: dict[str, Any] = {"code": refusal.code}
-                self.current_depth = self.max_depth = 0
-
-        _refused_class = AdmissionRefused
-    return _refused_class
+    """The class of our refusals."""
+    return refused_class(_exceptions().SchedulerQueueFullError)

@@ -8,34 +8,28 @@ import logging
 import sys
 from typing import Any
 
+from omlx_admission.core import faults
 from omlx_admission.core import request as requests
-from omlx_admission.core import route_model_kinds as kinds
 from omlx_admission.core.footprint import settled
-from omlx_admission.core.port import Ask
-from omlx_admission.core.queue import Admission, QueueBroken
+from omlx_admission.core.pool import holding
+from omlx_admission.core.pool.admission import PoolAdmission
+from omlx_admission.core.pool.port import load_at_hand
+from omlx_admission.core.queue import QueueBroken
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.pool import (
     books,
     exceptions,
-    holding,
+    leases,
     loads,
     places,
     resident,
     stalled,
 )
 from omlx_admission.hooks.pool import pending_unloads as pending
-from omlx_admission.hooks.pool.port import (
-    VIEW_NEEDS,
-    OmlxPool,
-    admission_refused,
-    is_busy,
-    load_at_hand,
-    planned_victims,
-)
-from omlx_admission.hooks.pool.state import PoolState, state_of, unloading_models
+from omlx_admission.hooks.pool.port import VIEW_NEEDS, OmlxPool
+from omlx_admission.hooks.pool.state import PoolState, state_of
 from omlx_admission.hooks.server import errors
 from omlx_admission.observation import observe
 from omlx_admission.settings import Settings
@@ -97,7 +91,7 @@ NEEDS = (
     ),
     resident.SIGNATURE,
     resident.VALIDATE,
-    *holding.NEEDS,
+    *leases.NEEDS,
     *stalled.NEEDS,
     Need(POOL, "EnginePool._raise_if_load_failed", Kind.SYNC, ("model_id", "entry")),
     Need(
@@ -151,29 +145,26 @@ class QueueHooks:
             # Only where the resident path is off.
             resident.hand_out(pool, state, model_id, lease, force_lm, runtime_settings)
             return held
+        ask = None
         try:
             admission = state.admission or self._open(pool, state, wrapped)
-            port = admission.port
-            assert isinstance(port, OmlxPool)
+            # Only where the resident path is off does stock hand out what is ready, locked.
             if (
-                model_id not in admission.gated
-                and resident.ready_engine(pool, state, model_id, force_lm, runtime_settings)
-                and not (lease and places.is_taken(pool, state, model_id))
+                model_id in admission.gated
+                or not resident.ready_engine(pool, state, model_id, force_lm, runtime_settings)
+                or (lease and places.is_taken(pool, state, model_id))
             ):
-                # Only where the resident path is off: stock hands it out, locked.
-                ask = None
-            else:
-                ask = self._ask(port, model_id, force_lm, runtime_settings, lease)
+                ask = admission.question(model_id, force_lm, lease, runtime_settings)
+        except QueueBroken:
+            pass
         except Exception as error:
             if faults.is_omlx(error):
                 self._remember(pool, error)
                 raise
             faults.note("the admission queue", error)
-            ask = None
         if ask is not None:
-            self._refuse_wrong_kind(pool, model_id)
             try:
-                engine = await admission.acquire(ask)
+                engine = await admission.engine(ask)
             except QueueBroken:
                 ask = None
             except Exception as error:
@@ -195,49 +186,10 @@ class QueueHooks:
         if self._settings.errors:
             errors.remember(pool, error)
 
-    def _refuse_wrong_kind(self, pool: Any, model_id: str) -> None:
-        """Load nothing, and evict nobody, for a route that this kind cannot serve."""
-        request = requests.active()
-        if request is None or not self._settings.errors:
-            return
-        try:
-            refusal = kinds.refusal(request.path, pool._entries.get(model_id))
-        except Exception as error:  # noqa: BLE001 - the route will say it, after the load
-            faults.note("the kinds of models", error)
-            return
-        if refusal is not None:
-            request.refusal = refusal
-            raise admission_refused()(refusal)
-
-    def _open(self, pool: Any, state: PoolState, wrapped: Any) -> Admission:
+    def _open(self, pool: Any, state: PoolState, wrapped: Any) -> PoolAdmission:
         port = OmlxPool(pool, self._module, wrapped)
-        state.admission = Admission(port, self._settings, events=observe.observer)
+        state.admission = PoolAdmission(port, self._settings, events=observe.observer)
         return state.admission
-
-    @staticmethod
-    def _ask(
-        port: OmlxPool,
-        model_id: str,
-        force_lm: bool,
-        runtime_settings: object | None,
-        lease: bool,
-    ) -> Ask:
-        """The question to the queue. Always with a lease: whoever wanted none gives it back
-        where that cannot come between the hand-out and the first use. A text engine is
-        leased by all that want it to generate: who does not want a lease needs no place."""
-        port.raise_if_unavailable(model_id)
-        arguments: dict[str, Any] = {"model_id": model_id}
-        if force_lm:
-            arguments["force_lm"] = force_lm
-        if runtime_settings is not None:
-            arguments["runtime_settings"] = runtime_settings
-        return Ask(
-            port.target(model_id, force_lm, runtime_settings),
-            port.size(arguments),
-            arguments,
-            holding.own(model_id),
-            unpaced=not lease,
-        )
 
     @staticmethod
     async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
@@ -261,11 +213,10 @@ class QueueHooks:
         model = args[0] if args else kwargs["model_id"]
         books.engine_gone(pool, model)
         state = state_of(pool)
-        port = state.admission.port if state.admission is not None else None
         work = None
         try:
-            if isinstance(port, OmlxPool):
-                work = port.work_of(model)
+            if state.admission is not None:
+                work = state.admission.port.work_of(model)
         except Exception as error:  # noqa: BLE001 - then nobody judges this load
             faults.note("the watch of a load", error)
         try:
@@ -313,17 +264,9 @@ class QueueHooks:
         load = load_at_hand()
         if load is not None and not load.has_a_chance():
             return None  # the ceiling fell meanwhile: nobody leaves for nothing
-        for victim in planned_victims.get():
-            entry = pool._entries.get(victim)
-            if (
-                entry is not None
-                and entry.engine is not None
-                and not is_busy(entry)
-                and not entry.is_pinned
-                and victim not in unloading_models(pool)
-            ):
-                return victim
-        return wrapped(*args, **kwargs)
+        admission = state_of(pool).admission
+        victim = None if admission is None else admission.port.planned_victim()
+        return wrapped(*args, **kwargs) if victim is None else victim
 
     @staticmethod
     def discover(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:

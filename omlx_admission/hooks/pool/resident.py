@@ -15,12 +15,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from omlx_admission.core import faults
+from omlx_admission.core.pool import holding, ready
+from omlx_admission.core.pool.engines import lives
 from omlx_admission.core.uninterrupted import to_its_end
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
-from omlx_admission.hooks.pool import books, dead, engines, holding, places, stalled, unlocked
-from omlx_admission.hooks.pool.engines import lives
+from omlx_admission.hooks.pool import books, dead, engines, leases, places, stalled, unlocked
 from omlx_admission.hooks.pool.state import PoolState, Verified, marked_by_us, state_of
 
 POOL = "omlx.engine_pool"
@@ -139,7 +140,7 @@ NEEDS = (
     *RELEASE,
     UNLOAD_PENDING,
     *TOLD_BY,
-    *holding.NEEDS,
+    *leases.NEEDS,
     *engines.NEEDS,
     *unlocked.NEEDS,
     *stalled.NEEDS,
@@ -189,32 +190,11 @@ def ready_engine(
     Raises:
         ModelLoadingError: the engine is loaded but unusable, as stock says it.
     """
-    entry = pool._entries.get(model_id)
-    if entry is None:
-        return None
-    engine = entry.engine
-    if (
-        engine is None
-        or entry.is_loading
-        or entry.pending_unload_reason
-        or model_id in state.unloading
-        or not lives(engine)
-    ):
-        return None
-    if force_lm and is_vlm(engine):
-        return None
-    expected = pool._engine_runtime_signature(model_id, runtime_settings)
-    loaded = entry.runtime_settings_signature
-    if loaded is None:
-        if runtime_settings is not None:
-            return None
-    elif expected is not None and loaded != expected:
-        return None
-    pool._validate_llm_engine_ready(model_id, engine)
-    if loaded is None:
-        entry.runtime_settings_signature = expected
-    if not force_lm and runtime_settings is None:
-        _remember(pool, state, model_id, entry)
+    engine = ready.ready_engine(
+        pool, state.unloading, model_id, force_lm, runtime_settings, _vlm_engine
+    )
+    if engine is not None and not force_lm and runtime_settings is None:
+        _remember(pool, state, model_id, pool._entries[model_id])
     return engine
 
 
@@ -306,7 +286,7 @@ def keep_unleased(pool: Any, model_id: str) -> None:
 
     Outside of requests and of the jobs that they begin nothing is held.
     """
-    if holding.keeping():
+    if leases.keeping():
         pool._entries[model_id].in_use += 1
         keep_lease(pool, model_id)
 
@@ -314,7 +294,7 @@ def keep_unleased(pool: Any, model_id: str) -> None:
 def keep_lease(pool: Any, model_id: str) -> None:
     """Pass on a lease that was taken for a caller who had asked for none."""
     held = books.reference(pool._entries[model_id].engine)
-    holding.keep(model_id, lambda: give_back(pool, model_id, held))
+    leases.keep(model_id, lambda: give_back(pool, model_id, held))
 
 
 def give_back(pool: Any, model_id: str, held: Callable[[], Any] | None) -> None:
@@ -423,19 +403,18 @@ async def get_engine_past_teardown(wrapped: Any, pool: Any, args: Any, kwargs: A
     no lock may have begun by then.
     """
     model_id, _force_lm, lease, _settings = arguments(*args, **kwargs)
-    state = state_of(pool)
-    while True:
-        while (teardown := state.unloading.get(model_id)) is not None:
-            await teardown.wait()
-        entry = pool._entries.get(model_id)
-        if entry is not None and entry.engine is not None and not lives(entry.engine):
-            await pool._unload_engine(model_id)
-            continue
-        engine = await wrapped(*args, **kwargs)
-        if model_id not in state.unloading and lives(engine):
-            return engine
+
+    async def give_one_back(engine: Any) -> None:
         if lease:
             give_back(pool, model_id, books.reference(engine))
+
+    return await ready.engine_past_teardown(
+        pool,
+        state_of(pool).unloading,
+        model_id,
+        lambda: wrapped(*args, **kwargs),
+        give_one_back,
+    )
 
 
 async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:

@@ -14,10 +14,11 @@ import logging
 import time
 from typing import Any
 
+from omlx_admission.core import faults
 from omlx_admission.core import request as requests
-from omlx_admission.hooks.patching import faults
+from omlx_admission.core.pool import holding
 from omlx_admission.hooks.patching.gate import Kind, Need
-from omlx_admission.hooks.pool import books, holding
+from omlx_admission.hooks.pool import books
 
 logger = logging.getLogger("omlx.admission")
 

@@ -10,13 +10,11 @@ import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from omlx_admission.core.queue import Admission
+from omlx_admission.core.pool.admission import PoolAdmission
+from omlx_admission.core.pool.marks import DRAIN_REASON
 from omlx_admission.core.quiesce import Quiesce
 
 _ATTRIBUTE = "_omlx_admission_state"
-
-#: First words of the reason in ``pending_unload_reason`` of a model that drains for us.
-DRAIN_REASON = "admission drain"
 
 #: The reason of a model that drains for an unload that was asked for by hand.
 UNLOAD_REASON = "admission unload"
@@ -70,7 +68,7 @@ class PoolState:
 
     def __init__(self) -> None:
         self.unloading: dict[str, asyncio.Event] = {}
-        self.admission: Admission | None = None
+        self.admission: PoolAdmission | None = None
         self.verified: dict[str, Verified] = {}
         self.leaving: dict[str, Quiesce] = {}
         self.dead: dict[str, float] = {}
@@ -110,12 +108,6 @@ def forget(pool: Any) -> None:
     """Remove what was attached to ``pool``."""
     pool.__dict__.pop(_ATTRIBUTE, None)
     pools.discard(pool)
-
-
-def drains_for_us(entry: Any) -> bool:
-    """Whether the entry's pending mark was set by the admission queue."""
-    reason = entry.pending_unload_reason
-    return isinstance(reason, str) and reason.startswith(DRAIN_REASON)
 
 
 def marked_by_us(entry: Any) -> bool:

@@ -8,11 +8,11 @@ import logging
 from typing import Any
 from urllib.parse import parse_qs
 
+from omlx_admission.core import faults
 from omlx_admission.core import request as requests
+from omlx_admission.core.pool import holding
 from omlx_admission.core.refusal import Refusal, retry_after
-from omlx_admission.hooks.patching import faults
-from omlx_admission.hooks.pool import holding
-from omlx_admission.hooks.pool.port import OmlxPool, admission_refused
+from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 
 logger = logging.getLogger("omlx.admission")
@@ -80,7 +80,6 @@ def _in_the_way(pool: Any, model: str) -> str | None:
     if waiting:
         return f"{waiting} request{'s wait' if waiting > 1 else ' waits'} for it"
     port = admission.port
-    assert isinstance(port, OmlxPool)
     if entry.engine is not None and not port.is_quiescent(model):
         return f"it is in use ({entry.in_use} running)" if entry.in_use else "it is in use"
     return None

@@ -31,14 +31,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from omlx_admission.core import faults
 from omlx_admission.core import request as requests
+from omlx_admission.core.pool import holding
 from omlx_admission.core.queue import Admission
 from omlx_admission.core.quiesce import Ended, Quiesce
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
-from omlx_admission.hooks.pool import engines, holding, resident, stalled, unload_modes
-from omlx_admission.hooks.pool.port import OmlxPool
+from omlx_admission.hooks.pool import engines, resident, stalled, unload_modes
 from omlx_admission.hooks.pool.state import (
     UNLOAD_REASON,
     PoolState,
@@ -195,7 +195,6 @@ def plan_unload(pool: Any, model: str) -> PlannedUnload | None:
         return None
     holding.let_go(model)  # a benchmark that unloads its model does not wait for itself
     port, entry = admission.port, pool._entries.get(model)
-    assert isinstance(port, OmlxPool)
     if entry is None or entry.engine is None:
         return None
     # A benchmark outlives the request that began it, and nobody leaves from it.
@@ -317,7 +316,6 @@ def _may_go(plan: PlannedUnload, quiesce: Quiesce) -> bool:
     if _engine_replaced(plan):
         return plan.model not in unloading_models(plan.pool)
     port = plan.admission.port
-    assert isinstance(port, OmlxPool)
     return (
         not quiesce.tearing_down
         and plan.model not in unloading_models(plan.pool)

@@ -17,7 +17,7 @@ from typing import Any
 
 import wrapt
 
-from omlx_admission.hooks.patching import faults
+from omlx_admission.core import faults
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
 

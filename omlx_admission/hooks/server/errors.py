@@ -7,12 +7,11 @@ and load routes answer 500, the default-model fallback 404.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from omlx_admission.core import faults
 from omlx_admission.core import request as requests
-from omlx_admission.core.refusal import Refusal, retry_after
-from omlx_admission.hooks.patching import faults
+from omlx_admission.core.pool.errors import refusal_of
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.pool import ceiling, exceptions, resident
@@ -34,13 +33,6 @@ NEEDS = (
     *ceiling.NEEDS,
     Need("omlx.server", "get_engine", Kind.USED),
 )
-
-#: Words by which agents take a server's error for their own input being too long, and
-#: delete their history (B27). What a broken file says of itself may well contain them.
-_MISREAD = re.compile("prompt|context|token", re.IGNORECASE)
-
-#: Seconds of a Retry-After where the queue, which could estimate it, is off.
-_GUESS_S = 5.0
 
 
 async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
@@ -67,38 +59,11 @@ def remember(pool: Any, error: Exception) -> None:
     if request is None:
         return
     try:
-        request.refusal = refusal_of(pool, error)
+        from omlx import exceptions as theirs
+
+        request.refusal = refusal_of(theirs, pool, error)
     except Exception as ours:  # noqa: BLE001 - the caller gets oMLX's error, not ours
         faults.note("the reading of a refusal", ours)
-
-
-def refusal_of(pool: Any, error: Exception) -> Refusal | None:
-    """What a stock pool error means for the client; None where stock's own answer is right."""
-    from omlx import exceptions as theirs
-
-    text = str(error)
-    if isinstance(error, theirs.ModelTooLargeError):
-        if ceiling.may_fit(pool, error):
-            text += " That ceiling moves with the memory that other applications use."
-            return Refusal(503, "model_busy", text, retry_after(_GUESS_S))
-        return Refusal(507, "model_too_large", text)
-    if isinstance(
-        error,
-        theirs.InsufficientMemoryError | theirs.ModelBusyError | theirs.ModelLoadingError,
-    ):
-        return Refusal(503, "model_busy", text, retry_after(_GUESS_S))
-    if isinstance(error, theirs.ModelUnavailableError):
-        # A conflict (409, as stock says) or a server error without a word more would be
-        # tried again by stock clients; the same load would fail in the same way (B51).
-        return Refusal(500, "model_load_failed", _load_failed(error, text))
-    return None
-
-
-def _load_failed(error: Any, text: str) -> str:
-    if _MISREAD.search(text):
-        model = getattr(error, "model_id", None)
-        text = f"Model '{model}' failed to load; the server's log has the cause."
-    return text
 
 
 def apply_pool(module: Any, ledger: Ledger) -> None:

@@ -11,9 +11,8 @@ import inspect
 from functools import partial
 from typing import Any
 
+from omlx_admission.core import faults, stream_hold
 from omlx_admission.core import request as requests
-from omlx_admission.core import stream_hold
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.server import requests as requests_hook

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from omlx_admission.core import faults
 from omlx_admission.core.policy.estimates import Estimates
-from omlx_admission.hooks.patching import faults
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.pool import resident

@@ -1,4 +1,4 @@
-"""Our own part of a wrapper failed: say so once per place, and let stock run."""
+"""A part of admission failed: say so once per place, and let oMLX go on without it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 
 logger = logging.getLogger("omlx.admission")
 
-#: Last words of the line; whoever reads a log finds our faults by them.
-SAID = "failed, oMLX runs stock there"
+#: Last words of the line; such faults are found by them in a log.
+SAID = "failed, oMLX goes on without it"
 
 _noted: set[str] = set()
 
@@ -15,7 +15,7 @@ _noted: set[str] = set()
 def note(place: str, error: BaseException) -> None:
     """Log ``error`` with its traceback the first time ``place`` fails, then be quiet.
 
-    oMLX's own errors are no fault of ours: stock, which runs next, raises them.
+    oMLX's own errors are no fault of admission: the pool, asked next, raises them.
     """
     if is_omlx(error) or place in _noted:
         return

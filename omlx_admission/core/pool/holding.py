@@ -1,14 +1,14 @@
-"""What a request holds: leases that its route took, and those that we keep for it.
+"""What a request holds: leases that its route took, and those that are kept for it.
 
-Stock leases some hand-outs and leaves others unprotected: speech, load routes and
-benchmarks are handed an engine that anybody may evict before its first use (B12).
+Routes lease some hand-outs and leave others unprotected: speech, load routes and
+benchmarks are handed an engine that any load may evict before its first use.
 Such a hand-out is leased here until its request ends; a job that a request began
 (a benchmark) keeps its own until its task ends.
 
-Who holds a model must not wait for itself. So a second question of the same request
-for the same engine is answered at once, even while that model drains (``/v1/embeddings``
-asks again after its 200 is out), and the queue is told which models are in use by the
-very request that asks.
+A request that holds a model must not wait for itself. So a second question of the same
+request for the same engine is answered at once, even while that model drains
+(``/v1/embeddings`` asks again after its 200 is out), and the queue is told which models
+are in use by the very request that asks (``held_models.held_by_request``).
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from omlx_admission.core import request as requests
-from omlx_admission.core.held_models import NO_MODELS, HeldModels
-from omlx_admission.hooks.patching import faults
-from omlx_admission.hooks.patching.gate import Kind, Need
-from omlx_admission.hooks.patching.ledger import Ledger
-from omlx_admission.hooks.pool.engines import lives
-
-_keeping = False
+from .. import request as requests
+from .engines import lives
 
 
 class Kept:
-    """A lease that nobody asked for; given back once, however often it is let go."""
+    """A lease that the caller did not ask for; given back once, however often it is let go."""
 
     __slots__ = ("_give_back", "_task")
 
@@ -70,7 +64,7 @@ class Holding:
     Attributes:
         engine: a weak reference; an engine that the pool lets go must not live on here.
         leased: leases that the route took and has not released yet.
-        kept: leases that we keep for it.
+        kept: leases that are kept for it.
         lapsed: leases that the route took on an engine that the model has no more.
     """
 
@@ -135,7 +129,7 @@ def released(model_id: str) -> Callable[[], Any] | None:
 def keep(model_id: str, give_back: Callable[[], None]) -> None:
     """Pass a lease that the caller did not ask for to its request, or give it back."""
     request = requests.current.get()
-    if not _keeping or request is None:
+    if request is None:
         give_back()
         return
     kept = Kept(give_back)
@@ -146,11 +140,6 @@ def keep(model_id: str, give_back: Callable[[], None]) -> None:
         kept.job_began()
     else:
         request.at_end(kept.request_ended)
-
-
-def keeping() -> bool:
-    """Whether an unleased hand-out would be kept for the current caller."""
-    return _keeping and requests.current.get() is not None
 
 
 def let_go(model_id: str) -> None:
@@ -195,69 +184,3 @@ def holds(request: requests.Request, model_id: str, engine: Any) -> bool:
 def leases(holding: Holding) -> int:
     """How many leases on its engine one request holds."""
     return holding.leased + sum(1 for lease in holding.kept if lease)
-
-
-def own(model_id: str) -> HeldModels:
-    """What the current request holds while it asks for ``model_id``, for the queue."""
-    request = requests.current.get()
-    if request is None or not request.handed:
-        return NO_MODELS
-    leased = frozenset(m for m, h in request.handed.items() if h.leased)
-    kept = frozenset(m for m, h in request.handed.items() if h.kept) - leased
-    if not leased and not kept:
-        return NO_MODELS
-
-    def hand_back() -> None:
-        for model in kept:
-            for lease in request.handed[model].kept:
-                lease.let_go()
-            request.handed[model].kept.clear()
-
-    return HeldModels(leased, kept, hand_back)
-
-
-#: Methods of the pool by which whoever calls them says that a model may go. Stock does
-#: not lease the caller's own engine, so to the caller it is not busy.
-_UNLOADS = (
-    "_unload_engine",
-    "prepare_cluster_reload",
-    "request_unload",
-    "unload_if_idle_unpinned",
-)
-
-
-#: They are wrapped by a coroutine function, on the releases that have them.
-NEEDS = tuple(
-    Need("omlx.engine_pool", f"EnginePool.{name}", Kind.ASYNC, ("model_id",), optional=True)
-    for name in _UNLOADS
-    if name != "_unload_engine"
-)
-
-
-async def unload_by_holder(wrapped: Any, _pool: Any, args: Any, kwargs: Any) -> Any:
-    """Let go of what is kept for the very caller that wants the model unloaded."""
-    try:
-        let_go(args[0] if args else kwargs["model_id"])
-    except Exception as error:  # noqa: BLE001 - the unload itself is stock's
-        faults.note("letting go of a model", error)
-    return await wrapped(*args, **kwargs)
-
-
-def apply(module: Any, ledger: Ledger) -> None:
-    """Switch :func:`keep` on; it acts within the resident path and the queue."""
-    for name in _UNLOADS:
-        method = vars(module.EnginePool).get(name)
-        # More than one feature keeps what it hands out.
-        if (
-            method is not None
-            and getattr(method, "_self_wrapper", None) is not unload_by_holder
-        ):
-            ledger.wrap(module, f"EnginePool.{name}", unload_by_holder)
-    global _keeping
-    _keeping = True
-
-    def off() -> None:
-        global _keeping
-        _keeping = False
-
-    ledger.on_undo(off)
