@@ -10,6 +10,8 @@ class Config:
     """Durations in seconds; ``None`` means automatic.
 
     Attributes:
+        queue: requests for models that are not loaded wait; without it the pool decides
+            alone.
         errors: the HTTP answer to a refused request is the refusal itself; without it,
             what its route makes of the exception.
         max_wait_s: wait budget of one request, its load included; 0 serves only what
@@ -23,6 +25,7 @@ class Config:
             for others wait.
     """
 
+    queue: bool = True
     errors: bool = True
     max_wait_s: float = 300.0
     max_queue: int = 512

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .footprint import Reading
 from .held_models import NO_MODELS, HeldModels
 from .load_work import LoadWork
 from .policy.model import PoolView, Target
@@ -41,6 +42,9 @@ class PoolPort(Protocol):
 
     def view(self, targets: Sequence[Target], max_models: int) -> PoolView:
         """The pool at this instant, with ``ready`` and ``unknown`` told for ``targets``."""
+
+    def reading(self, size: int) -> Reading:
+        """The memory of the process; ``size`` bytes are to come."""
 
     def size(self, arguments: Mapping[str, Any]) -> int:
         """Bytes that a call with these arguments would load, as things are now."""

@@ -46,7 +46,7 @@ def make(root: Path, name: str, branch: str | None = None) -> None:
 
 def _commit(checkout: Checkout, step: Step) -> str:
     try:
-        return checkout.commit(step.files, step.change.commit_message())
+        return checkout.commit(step.formatted(), step.change.commit_message())
     except Refused as error:
         raise Refused(f"{step.change.name}: {error}") from None
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import libcst as cst
 
+from omlx_admission.hooks.patching.gate import Need
+
 #: Edits one module of oMLX. Pure; raises :class:`AnchorMissing`.
 Edit = Callable[[cst.Module], cst.Module]
 
@@ -41,6 +43,7 @@ class Change:
         modules: path below ``omlx/`` of a file to add, and what makes its text. A
             file that an earlier change has added is left as it is.
         after: changes that this one stands on, applied first where they are missing.
+        native: names that are there once the change is in, besides those of ``features``.
         folder: where card, edit and tests lie; set by the register.
     """
 
@@ -54,6 +57,7 @@ class Change:
     optional: frozenset[str] = frozenset()
     test_edits: Mapping[str, Edit] = field(default_factory=dict)
     after: tuple[str, ...] = ()
+    native: tuple[Need, ...] = ()
     folder: Path = Path()
 
     @property

@@ -1,156 +1,76 @@
-"""The package ``omlx/admission/`` that the changes build up together, module by module.
+"""What is copied into oMLX as it is: the core, or those of its modules that a change needs.
 
 A module that several changes need is brought by whichever is made first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import libcst as cst
 
-from omlx_admission.upstream import anchors, editing, style
-from omlx_admission.upstream.transplant import LICENSE, Recipe, transplant
+import omlx_admission
+from omlx_admission.upstream import anchors, editing
+from omlx_admission.upstream.change import Make
 
-#: Ours, below ``omlx_admission``, to its name in ``omlx/admission/``.
-MODULES = {
-    "hooks.pool.ceiling": "ceiling",
-    "hooks.pool.engines": "engines",
-    "hooks.server.errors": "errors",
-    "hooks.pool.holding": "holding",
-    "core.route_model_kinds": "kinds",
-    "hooks.pool.places": "places",
-    "hooks.pool.port": "pool",
-    "hooks.pool.state": "marks",
-    "core.config": "config",
-    "core.policy.admission": "policy",
-    "core.policy.estimates": "estimates",
-    "core.policy.forecast": "forecast",
-    "core.policy.linger": "linger",
-    "core.policy.model": "model",
-    "core.policy.planner": "planner",
-    "core.policy.queues": "queues",
-    "core.policy.retry": "retry",
-    "core.policy.schedule": "schedule",
-    "core.queue": "queue",
-    "core.refusal_text": "explain",
-    "core.footprint": "footprint",
-    "core.load_work": "load_work",
-    "core.held_models": "own",
-    "core.port": "port",
-    "core.refusal": "refusal",
-    "core.request": "request",
-    "core.uninterrupted": "to_its_end",
-    "settings": "settings",
-}
+#: First line of every file of oMLX.
+LICENSE = "# SPDX-License-Identifier: Apache-2.0\n"
 
-REQUEST = Recipe(
-    "core.request",
-    # What our own observer asks for, the keep-alives of streams that wait, and the end
-    # of an answer by an unload.
-    drop=(
-        "Request.id",
-        "Request.noting",
-        "blocked",
-        "sockets",
-        "_ID_HEADER",
-        "_ID",
-        "_numbers",
-        "live",
-        "_end",
-    ),
-    rewrite={
-        'self._headers = scope.get("headers", ())': None,
-        "self._id: str | None = None": None,
-        'self.method: str = scope.get("method", "")': None,
-        'self.query: bytes = scope.get("query_string", b"")': None,
-        "self.task: asyncio.Task[Any] | None = None": None,
-        "request.task = asyncio.current_task()": None,
-        "send = request.noting(send)": None,
-        "self.hold: stream_hold.StreamHold | None = None": None,
-        "self.cut = Cut(self.path)": None,
-        "send = request.cut.noting(send)": None,
-        "hold = request.hold = stream_hold.hold_for(request, send)": None,
-        "live.add(request)": None,
-        "live.discard(request)": None,
-        "sockets.add(request)": None,
-        "sockets.discard(request)": None,
-        "if replaced or request.cut.refusal is not None: return": "if replaced: return",
-        "if hold is not None and hold.began: await hold.forward(message, refusal) return": None,
-        "answer = request.cut.run(self.app(scope, request.receive, send_or_replace))": None,
-        "if request.cut.refusal is not None: "
-        "await _end(request, request.cut.refusal, scope, send)": None,
-        # One `if` where our hold stood between two.
-        """
-        if message["type"] == "http.response.start":
-            if hold is not None:
-                hold.wait_ended()
-            if message["status"] < 400:
-                _tell_wait(request, scope, message)
-            _expose(scope, message)
-        """: """
-        if message["type"] == "http.response.start":
-            if message["status"] < 400:
-                _tell_wait(request, scope, message)
-            _expose(scope, message)
-        """,
-        """
-        if hold is None:
-            await answer
-        else:
-            await hold.run(answer, lambda: request.cut.refusal or request.refusal)
-        """: "await self.app(scope, request.receive, send_or_replace)",
-    },
-    text={
-        "omlx_admission_request": "omlx_request",
-        "``handed`` belongs to the hooks: by model, what was handed out to it.": (
-            "``handed``: by model, what was handed out to it."
-        ),
-    },
-)
-REFUSAL = Recipe(
-    "core.refusal",
-    text={
-        # Nothing there answers with it.
-        " or 409 (its own condition is not met).": ".",
-        "500 (a load that failed), 400": "500 (a load that failed) or 400",
-    },
-)
+_ROOT = Path(omlx_admission.__file__).parent
 
-ENGINES = Recipe("hooks.pool.engines", keep=("lives", "runs"))
-TO_ITS_END = Recipe("core.uninterrupted")
+#: Our folders to theirs.
+FOLDERS = {"admission": _ROOT / "core"}
 
 
-def make(recipe: Recipe) -> Callable[[], str]:
-    """What makes the text of the module of ``recipe``."""
+def copied(folder: str, *names: str) -> dict[str, Make]:
+    """The modules of these dotted names in one of ``FOLDERS``, and all that they import.
 
-    @cache
-    def text(_line_length: int) -> str:
-        return transplant(recipe, MODULES)
-
-    return lambda: text(style.line_length.get())
-
-
-def _init() -> str:
-    return style.file(
-        f'{LICENSE}"""Who may use which model, when, and what a refusal says."""\n'
-    )
-
-
-#: Of every change that wants to know the request behind a call to the pool.
-REQUEST_MODULES = {
-    "admission/__init__.py": _init,
-    "admission/refusal.py": make(REFUSAL),
-    "admission/request.py": make(REQUEST),
-}
+    Without names, all there are. Paths are those below ``omlx/``.
+    """
+    root = FOLDERS[folder]
+    todo = [root.joinpath(*name.split(".")).with_suffix(".py") for name in names]
+    todo = todo or sorted(root.rglob("*.py"))
+    found: dict[Path, Make] = {}
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found[path] = _copy(path)
+            todo += _needs(path, root)
+    return {f"{folder}/{path.relative_to(root).as_posix()}": found[path] for path in found}
 
 
-#: Of every change that hands engines out, or asks whether one is held.
-ENGINE_MODULES = {
-    "admission/__init__.py": _init,
-    "admission/engines.py": make(ENGINES),
-}
+def added(folder: Path, to: str) -> dict[str, Make]:
+    """What exists only there: the files of ``folder``, for ``omlx/<to>/``."""
+    return {f"{to}/{path.name}": _copy(path) for path in sorted(folder.glob("*.py"))}
+
+
+def _copy(path: Path) -> Make:
+    return lambda: LICENSE + path.read_text("utf-8")
+
+
+@cache
+def _needs(path: Path, root: Path) -> tuple[Path, ...]:
+    """The files that one imports, and the packages that it lies in."""
+    packages = [p / "__init__.py" for p in path.parents if p == root or root in p.parents]
+    found = (file for files in imported(path.read_text("utf-8"), path) for file in files)
+    return (*packages, *(file for file in found if file.is_file()))
+
+
+def imported(text: str, path: Path) -> Iterator[tuple[Path, ...]]:
+    """For each relative import in the text of ``path``, the files that it may mean."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        below = path.parents[node.level - 1]
+        below = below.joinpath(*(node.module or "").split("."))
+        # A module of that name, or modules in a package of that name.
+        yield (
+            below.parent / f"{below.name}.py",
+            *(below / f"{alias.name}.py" for alias in node.names),
+        )
 
 
 def add_middleware(module: cst.Module) -> cst.Module:
@@ -191,12 +111,3 @@ def add_release(module: cst.Module) -> cst.Module:
         return module
     getter = anchors.first_of(module, "EnginePool._get_engine_locked", "EnginePool.get_engine")
     return editing.insert_method(module, _RELEASE, after=getter)
-
-
-def verbatim(change: str, name: str) -> Callable[[], str]:
-    """What makes a module that exists only there: ``patches/<change>/new/<name>``."""
-    from omlx_admission.upstream import register
-
-    return lambda: style.file(
-        LICENSE + (register.folder() / change / "new" / name).read_text("utf-8")
-    )

@@ -12,7 +12,7 @@ import libcst as cst
 from omlx_admission.hooks.features import FEATURES
 from omlx_admission.hooks.patching import gate
 from omlx_admission.upstream import style
-from omlx_admission.upstream.change import Change, Edit, Make, Refused
+from omlx_admission.upstream.change import Change, Edit, Refused
 
 PACKAGE = "omlx"
 TESTS = "tests"
@@ -62,11 +62,25 @@ class _Source(gate.Source):
 
 @dataclass
 class Step:
-    """One change on one tree: the files to write, or why there is nothing to do."""
+    """One change on one tree: the files to write, or why there is nothing to do.
+
+    Those of ``new`` are formatted as the checkout wants it when they are written.
+    """
 
     change: Change
     files: dict[str, bytes] = field(default_factory=dict)
     already: bool = False
+    new: frozenset[str] = frozenset()
+    line_length: int = style.DEFAULT_LINE_LENGTH
+
+    def formatted(self) -> dict[str, bytes]:
+        """The files as they are to be written."""
+        return {
+            path: style.formatted(content.decode(), self.line_length).encode()
+            if path in self.new
+            else content
+            for path, content in self.files.items()
+        }
 
 
 def plan(root: Path, changes: Sequence[Change]) -> list[Step]:
@@ -95,17 +109,10 @@ def is_in(tree: Tree, change: Change) -> bool:
     """Whether the tree does already what ``change`` brings, by it or by itself."""
     source = tree.source()
     native = [need for f in FEATURES if f.name in change.features for need in f.native]
-    return source.has(native)
+    return source.has([*native, *change.native])
 
 
 # Pure, and asked again for the same: once to say what fits, once to make it.
-
-
-@cache
-def _made(make: Make, _line_length: int) -> str:
-    return make()
-
-
 @cache
 def _edited(edit: Edit, content: bytes, _line_length: int) -> bytes:
     try:
@@ -122,7 +129,8 @@ def _step(tree: Tree, change: Change) -> Step:
     for path, make in change.modules.items():
         whole = f"{PACKAGE}/{path}"
         if tree.read(whole) is None:
-            files[whole] = _made(make, style.line_length.get()).encode()
+            files[whole] = make().encode()
+    new = set(files)
     edits = [(f"{PACKAGE}/{p}", e, p in change.optional) for p, e in change.edits.items()]
     edits += [(f"{TESTS}/{p}", e, True) for p, e in change.test_edits.items()]
     for whole, edit, optional in edits:
@@ -141,10 +149,11 @@ def _step(tree: Tree, change: Change) -> Step:
         whole = f"{TESTS}/{test.name}"
         if tree.read(whole) is not None:
             raise Refused(f"{whole} is there already")
-        files[whole] = style.file(test.read_text("utf-8")).encode()
+        files[whole] = test.read_bytes()
+        new.add(whole)
     for path, content in files.items():
         compile(content, path, "exec")
     tree.lay(files)
     if not is_in(tree, change):
         raise Refused("the edited code does not hold what the change promises")
-    return Step(change, files)
+    return Step(change, files, new=frozenset(new), line_length=style.line_length.get())

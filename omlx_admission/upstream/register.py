@@ -16,6 +16,7 @@ ORDER = (
     "resident-path",
     "error-mapping",
     "leases",
+    "admission-queue",
     "drain-queue",
     "gpu-turn",
     "submissions-exit",

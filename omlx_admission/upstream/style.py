@@ -34,11 +34,12 @@ def of_checkout(root: Path) -> int:
 
 def file(text: str) -> str:
     """A whole new file, formatted."""
-    return _formatted(text, line_length.get())
+    return formatted(text, line_length.get())
 
 
 @cache
-def _formatted(text: str, length: int) -> str:
+def formatted(text: str, length: int) -> str:
+    """``text`` as black has it with lines of that length."""
     return black.format_str(text, mode=black.Mode(line_length=length))
 
 

@@ -16,6 +16,7 @@ import omlx_admission
 from omlx_admission.upstream import style
 from omlx_admission.upstream.anchors import docstring_length, find
 from omlx_admission.upstream.imports import tidy_imports
+from omlx_admission.upstream.package import LICENSE
 from omlx_admission.upstream.rewriting import (
     Recipe,
     Rename,
@@ -26,9 +27,6 @@ from omlx_admission.upstream.rewriting import (
 )
 
 __all__ = ["LICENSE", "Recipe", "StaleRecipe", "as_decorator", "as_method", "transplant"]
-
-#: First line of every file of oMLX.
-LICENSE = "# SPDX-License-Identifier: Apache-2.0\n"
 
 _ROOT = Path(omlx_admission.__file__).parent
 

@@ -2,67 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import libcst as cst
 
 from omlx_admission.upstream import editing, package
 from omlx_admission.upstream.change import Change
-from omlx_admission.upstream.transplant import Recipe, as_decorator, transplant
-
-
-def _errors() -> str:
-    """`hooks.server.errors`: what a pool error means, and a decorator that remembers it."""
-    decorator = as_decorator(
-        "hooks.server.errors",
-        "get_engine",
-        called="remembers_refusal",
-        doc="Remember why the pool refused the request at hand; the error itself stays.",
-    )
-    recipe = Recipe(
-        "hooks.server.errors",
-        keep=(
-            "_MISREAD",
-            "_GUESS_S",
-            "get_engine",
-            "remember",
-            "refusal_of",
-            "_load_failed",
-        ),
-        replace={"get_engine": decorator},
-        rewrite={
-            "from omlx import exceptions as theirs": None,
-            """
-            try:
-                request.refusal = refusal_of(pool, error)
-            except Exception as ours:
-                faults.note("the reading of a refusal", ours)
-            """: "request.refusal = refusal_of(pool, error)",
-        },
-        text={
-            "a stock pool error": "a pool error",
-            "where stock's own answer is right": "where the route's is right",
-            "(409, as stock says)": "(409)",
-            "tried again by stock clients": "tried again by the usual clients",
-            "speech\nand load routes answer 500": "speech routes\nanswer 500",
-        },
-        imports="import functools\nfrom .. import exceptions as theirs\n",
-    )
-    return transplant(recipe, package.MODULES)
-
-
-CEILING = Recipe(
-    "hooks.pool.ceiling",
-    drop=("NEEDS", "_ENFORCER"),
-    rewrite={
-        'faults.note("the parts of the memory ceiling", error)': (
-            'logging.getLogger(__name__).warning("the memory ceiling is unreadable: %s", error)'
-        ),
-    },
-    text={
-        " Releases before 0.5.7 have the private one only.": "",
-        "what oMLX calls too large": "what the pool calls too large",
-    },
-    imports="import logging\n",
-)
 
 
 def engine_pool(module: cst.Module) -> cst.Module:
@@ -116,8 +61,7 @@ an HTTPException are kept.
     features=("errors",),
     edits={"engine_pool.py": engine_pool, "server.py": server},
     modules={
-        **package.REQUEST_MODULES,
-        "admission/ceiling.py": package.make(CEILING),
-        "admission/errors.py": _errors,
+        **package.copied("admission", "request", "pool.errors"),
+        **package.added(Path(__file__).parent / "new", "admission"),
     },
 )

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import libcst as cst
 
 from omlx_admission.upstream import anchors, editing, package
 from omlx_admission.upstream.change import Change
-from omlx_admission.upstream.transplant import Recipe
-
-#: With the lease goes what a request knows of its own; our switch has no place there.
-HOLDING = Recipe(
-    "hooks.pool.holding",
-    keep=("Kept", "Holding", "no_engine", "note", "released", "keep", "let_go", "held_engine"),
-    rewrite={"not _keeping or request is None": "request is None"},
-    text={
-        "Stock leases some hand-outs": "Routes lease some hand-outs",
-        """(``/v1/embeddings``
-asks again after its 200 is out), and the queue is told which models are in use by the
-very request that asks.""": "(``/v1/embeddings``\nasks again after its 200 is out).",
-    },
-)
-
 
 #: By these the holder itself says that its model may go: to it the model is not busy.
 UNLOADS = (
@@ -36,7 +23,7 @@ def engine_pool(module: cst.Module) -> cst.Module:
     module = editing.add_import(
         module, "from .admission.leases import leased_for_request, released_by_request"
     )
-    module = editing.add_import(module, "from .admission import holding")
+    module = editing.add_import(module, "from .admission.pool import holding")
     module = package.add_release(module)
     for name in UNLOADS:
         if anchors.has(module, f"EnginePool.{name}"):
@@ -71,9 +58,7 @@ gives its lease back first. Callers outside a request are left as they were.
     features=("leases",),
     edits={"engine_pool.py": engine_pool, "server.py": server},
     modules={
-        **package.REQUEST_MODULES,
-        **package.ENGINE_MODULES,
-        "admission/holding.py": package.make(HOLDING),
-        "admission/leases.py": package.verbatim("leases", "leases.py"),
+        **package.copied("admission", "request", "pool.holding"),
+        **package.added(Path(__file__).parent / "new", "admission"),
     },
 )

@@ -6,13 +6,8 @@ import libcst as cst
 
 from omlx_admission.upstream import docstrings, editing, nested, package
 from omlx_admission.upstream.change import AnchorMissing, Change
-from omlx_admission.upstream.transplant import as_method
 
 POOL = "EnginePool"
-
-#: Ours keeps its marks beside the pool; there they are the pool's own.
-_MARKS = {"state.unloading": "self._unloading_models"}
-
 
 _UNLOAD_MARKED = '''
 async def _unload_marked_engine(self, model_id: str) -> None:
@@ -24,48 +19,56 @@ async def _unload_marked_engine(self, model_id: str) -> None:
 '''
 
 
-def _acquire() -> str:
-    """`hooks.resident.ready_engine` as a method, with the hand-out in the same step."""
-    return as_method(
-        "hooks.pool.resident",
-        "ready_engine",
-        signature="def _acquire_loaded_engine(self, model_id: str, force_lm: bool, "
-        "lease: bool, runtime_settings: object | None)",
-        rewrite={
-            **_MARKS,
-            "is_vlm(engine)": "isinstance(engine, VLMBatchedEngine)",
-            "if not force_lm and runtime_settings is None: "
-            "_remember(pool, state, model_id, entry)": (
-                "entry.last_access = time.time()\nif lease:\n    entry.in_use += 1\n"
-            ),
-        },
-        doc="The engine that can be handed out at once, its lease taken, or None.\n\n"
-        "One step without a suspension: a model that is being unloaded, or that\n"
-        "is to be, is never handed out.\n",
-    )
+_ACQUIRE = '''
+def _acquire_loaded_engine(
+    self,
+    model_id: str,
+    force_lm: bool,
+    lease: bool,
+    runtime_settings: object | None,
+):
+    """The engine that can be handed out at once, its lease taken, or None.
 
-
-def _past_teardown() -> str:
-    """`hooks.resident.get_engine_past_teardown` as a method."""
-    return as_method(
-        "hooks.pool.resident",
-        "get_engine_past_teardown",
-        signature="async def _get_engine_past_teardown(self, model_id: str, "
-        "force_lm: bool, lease: bool, runtime_settings: object | None)",
-        rewrite={
-            **_MARKS,
-            "model_id, _force_lm, lease, _settings = arguments(*args, **kwargs)": None,
-            "state = state_of(pool)": None,
-            "wrapped(*args, **kwargs)": (
-                "self._get_engine_locked(model_id, force_lm, lease, runtime_settings)"
-            ),
-            "give_back(pool, model_id, books.reference(engine))": (
-                "await asyncio.shield(self._release_engine_lease(model_id))"
-            ),
-        },
-        doc="Load under the lock, or wait there; never hand out a dying engine.\n\n"
-        "An unload that takes no lock may begin while this waits for it.\n",
+    One step without a suspension: a model that is being unloaded, or that
+    is to be, is never handed out.
+    """
+    engine = ready_engine(
+        self,
+        self._unloading_models,
+        model_id,
+        force_lm,
+        runtime_settings,
+        VLMBatchedEngine,
     )
+    if engine is not None:
+        entry = self._entries[model_id]
+        entry.last_access = time.time()
+        if lease:
+            entry.in_use += 1
+    return engine
+'''
+
+_PAST_TEARDOWN = '''
+async def _get_engine_past_teardown(
+    self,
+    model_id: str,
+    force_lm: bool = False,
+    lease: bool = False,
+    runtime_settings: object | None = None,
+):
+    """Load under the lock, or wait there; never hand out a dying engine."""
+
+    def get_engine():
+        return self._get_engine_locked(model_id, force_lm, lease, runtime_settings)
+
+    async def give_back(engine):
+        if lease:
+            await asyncio.shield(self._release_engine_lease(model_id))
+
+    return await engine_past_teardown(
+        self, self._unloading_models, model_id, get_engine, give_back
+    )
+'''
 
 
 def engine_pool(module: cst.Module) -> cst.Module:
@@ -95,8 +98,8 @@ def engine_pool(module: cst.Module) -> cst.Module:
         rest="_get_engine_locked",
         doc="Get or load the engine of a model under the pool lock.",
     )
-    module = editing.insert_method(module, _past_teardown(), after=f"{POOL}.get_engine")
-    module = editing.insert_method(module, _acquire(), after=f"{POOL}.get_engine")
+    module = editing.insert_method(module, _PAST_TEARDOWN, after=f"{POOL}.get_engine")
+    module = editing.insert_method(module, _ACQUIRE, after=f"{POOL}.get_engine")
     module = package.add_release(module)
     module = editing.insert_first(
         module,
@@ -107,8 +110,10 @@ def engine_pool(module: cst.Module) -> cst.Module:
         """,
     )
     module = docstrings.reword(module, f"{POOL}.acquire", "under the pool lock ", "")
-    module = editing.add_import(module, "from .admission.engines import lives")
-    module = editing.add_import(module, "from .admission.to_its_end import to_its_end")
+    module = editing.add_import(
+        module, "from .admission.pool.ready import engine_past_teardown, ready_engine"
+    )
+    module = editing.add_import(module, "from .admission.uninterrupted import to_its_end")
     module = editing.insert_method(module, _UNLOAD_MARKED, after=f"{POOL}._unload_engine")
     return editing.split_function(
         module,
@@ -171,8 +176,5 @@ A loaded model's latency no longer depends on what else loads or unloads.
     features=("resident",),
     edits={"engine_pool.py": engine_pool, "process_memory_enforcer.py": enforcer},
     optional=frozenset({"process_memory_enforcer.py"}),
-    modules={
-        **package.ENGINE_MODULES,
-        "admission/to_its_end.py": package.make(package.TO_ITS_END),
-    },
+    modules=package.copied("admission", "pool.ready", "uninterrupted"),
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from .. import faults
+from .. import request as requests
 from ..refusal import Refusal, retry_after
 from . import ceiling
 
@@ -14,6 +17,35 @@ _MISREAD = re.compile("prompt|context|token", re.IGNORECASE)
 
 #: Seconds of a Retry-After where the queue, which could estimate it, is off.
 _GUESS_S = 5.0
+
+
+async def remembering(errors: Any, pool: Any, get_engine: Callable[[], Awaitable[Any]]) -> Any:
+    """Remember why the pool refused, for the middleware; the error itself stays.
+
+    The loads of the queue run outside every request, and nothing is remembered of them
+    here: the queue says itself why a request ends.
+    """
+    request = requests.active()
+    if request is None:
+        return await get_engine()
+    request.refusal = None
+    try:
+        return await get_engine()
+    except Exception as error:
+        if request.refusal is None:
+            remember(errors, pool, error)
+        raise
+
+
+def remember(errors: Any, pool: Any, error: Exception) -> None:
+    """Keep for the middleware what ``error`` means for the client of this request."""
+    request = requests.active()
+    if request is None:
+        return
+    try:
+        request.refusal = refusal_of(errors, pool, error)
+    except Exception as ours:  # the caller gets the pool's error, not this one
+        faults.note("the reading of a refusal", ours)
 
 
 def refusal_of(errors: Any, pool: Any, error: Exception) -> Refusal | None:

@@ -228,7 +228,7 @@ class EnginePoolPort:
         return max(int(self._module.mx.get_active_memory()), tracked)
 
     def reading(self, size: int) -> Reading:
-        """The memory of the process; ``size`` bytes are to come."""
+        """See :class:`~..port.PoolPort`."""
         pool = self._pool
         targets = [int(pool._current_ceiling())]
         if hasattr(pool, "_admission_soft_target"):

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omlx_admission._startup import OFF_WORDS
+from omlx_admission.core.variables import OFF_WORDS, ON_WORDS
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
-from omlx_admission.settings import ON_WORDS, Settings
+from omlx_admission.settings import Settings
 
 MODULE = "omlx.settings"
 KEY = "serialize_engine_gpu"

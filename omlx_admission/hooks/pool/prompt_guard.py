@@ -17,12 +17,12 @@ from typing import Any
 from omlx_admission.core import footprint
 from omlx_admission.core import request as requests
 from omlx_admission.core.footprint import Reading
+from omlx_admission.core.pool.ceiling import fixed
 from omlx_admission.core.refusal import Refusal, retry_after
-from omlx_admission.hooks.patching import faults
+from omlx_admission.core import faults
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.pool import ceiling
-from omlx_admission.hooks.pool.port import OmlxPool
 from omlx_admission.hooks.pool.state import pools, state_of
 from omlx_admission.settings import Settings
 
@@ -93,10 +93,9 @@ def _houses() -> Iterator[tuple[Reading, int, int]]:
     """Memory, ceiling and its fixed part of each pool whose queue has been in use."""
     for pool in list(pools):
         admission = state_of(pool).admission
-        port = admission.port if admission is not None else None
-        if isinstance(port, OmlxPool):
+        if admission is not None:
             now = max(0, int(pool._current_ceiling()))
-            yield port.reading(0), now, max(now, ceiling.fixed(pool))
+            yield admission.port.reading(0), now, max(now, fixed(pool))
 
 
 def _fits(scheduler: Any, arguments: dict[str, Any]) -> bool:

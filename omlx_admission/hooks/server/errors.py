@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omlx_admission.core import faults
-from omlx_admission.core import request as requests
-from omlx_admission.core.pool.errors import refusal_of
+from omlx_admission.core.pool import errors
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.pool import ceiling, exceptions, resident
@@ -36,34 +34,17 @@ NEEDS = (
 
 
 async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
-    """Remember why stock refused, for the middleware; the error itself stays stock's.
+    """Remember why stock refused, for the middleware; the error itself stays stock's."""
+    from omlx import exceptions as theirs
 
-    With the queue on, its loads run outside every request and nothing is
-    remembered here: the queue says itself why a request ends.
-    """
-    request = requests.active()
-    if request is None:
-        return await wrapped(*args, **kwargs)
-    request.refusal = None
-    try:
-        return await wrapped(*args, **kwargs)
-    except Exception as error:
-        if request.refusal is None:
-            remember(pool, error)
-        raise
+    return await errors.remembering(theirs, pool, lambda: wrapped(*args, **kwargs))
 
 
 def remember(pool: Any, error: Exception) -> None:
     """Keep for the middleware what ``error`` means for the client of this request."""
-    request = requests.active()
-    if request is None:
-        return
-    try:
-        from omlx import exceptions as theirs
+    from omlx import exceptions as theirs
 
-        request.refusal = refusal_of(theirs, pool, error)
-    except Exception as ours:  # noqa: BLE001 - the caller gets oMLX's error, not ours
-        faults.note("the reading of a refusal", ours)
+    errors.remember(theirs, pool, error)
 
 
 def apply_pool(module: Any, ledger: Ledger) -> None:

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from omlx.admission.gate import PoolAdmission
-from omlx.admission.pool import AdmissionRefused, planned_victims
-from omlx.admission.settings import Settings
+from omlx.admission.config import Config
+from omlx.admission.gate import AdmissionRefused, EngineQueue
+from omlx.admission.pool.port import planned_victims
 from omlx.engine_pool import EngineEntry, EnginePool
 from omlx.exceptions import (
     InsufficientMemoryError,
@@ -47,7 +47,7 @@ class Machine:
             wake=lambda **_keywords: None,
             _propagate_memory_limit=lambda: None,
         )
-        pool._admission = PoolAdmission(pool, Settings(linger_s=0, **settings))
+        pool._admission = EngineQueue(pool, Config(linger_s=0, **settings))
         for model, size in (("a", SIZE), ("b", SIZE), ("x", 2 * CEILING)):
             folder = tmp_path / model
             folder.mkdir()
@@ -174,7 +174,8 @@ async def test_the_budget_ends_in_a_refusal_that_says_when(monkeypatch, tmp_path
     refusal = caught.value.refusal
     assert (refusal.status, refusal.code) == (503, "model_swap_timeout")
     assert 1 <= refusal.retry_after <= 60
-    assert machine.pool._entries["a"].pending_unload_reason is None
+    assert machine.pool._entries["a"].in_use == 1
+    assert machine.log == ["load a"]
 
 
 @pytest.mark.asyncio

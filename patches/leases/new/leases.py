@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 
-from . import holding
 from . import request as requests
+from .pool import holding
 
 _releases: set[asyncio.Task] = set()
 
