@@ -14,12 +14,11 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from omlx_admission.core import footprint
+from omlx_admission.core import faults, footprint
 from omlx_admission.core import request as requests
 from omlx_admission.core.footprint import Reading
-from omlx_admission.core.pool.ceiling import fixed
+from omlx_admission.core.pool import ceiling as ceilings
 from omlx_admission.core.refusal import Refusal, retry_after
-from omlx_admission.core import faults
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.pool import ceiling
@@ -95,7 +94,7 @@ def _houses() -> Iterator[tuple[Reading, int, int]]:
         admission = state_of(pool).admission
         if admission is not None:
             now = max(0, int(pool._current_ceiling()))
-            yield admission.port.reading(0), now, max(now, fixed(pool))
+            yield admission.port.reading(0), now, max(now, ceilings.fixed(pool))
 
 
 def _fits(scheduler: Any, arguments: dict[str, Any]) -> bool:
