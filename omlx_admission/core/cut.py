@@ -74,7 +74,7 @@ class Cut:
         """Await the handler of the request; returns too where it was ended.
 
         Raises:
-            CancelledError: somebody else has cancelled the task as well.
+            CancelledError: the task was cancelled by others as well.
             Exception: the handler's own.
         """
         task = self._task = asyncio.current_task()

@@ -53,5 +53,5 @@ class Events:
         """``result``: loaded, failed, no room, or cancelled."""
 
 
-#: Nobody listens.
+#: No listener.
 SILENT = Events()

@@ -1,7 +1,7 @@
 """A request that holds one model and asks for another must not wait for itself.
 
 Two things can be in its way that only its own end would remove: the model it holds
-leaves no room for the one it asks for, or that model drains for somebody else while
+leaves no room for the one it asks for, or that model drains for another request while
 the request stands in the queue behind. Neither ever ends by waiting.
 """
 

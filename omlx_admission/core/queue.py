@@ -1,8 +1,8 @@
 """The admission queue: futures and one loader round :mod:`.policy`.
 
 Loop thread only. The policy decides in one synchronous step from a fresh view
-of the pool; this module carries the decisions out and waits. Who releases
-hands over: a granted waiter finds its lease already taken.
+of the pool; this module carries the decisions out and waits. The caller that releases
+a lease hands over: a granted waiter finds its own already taken.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger("omlx.admission")
 #: scheduler) announces nothing when it falls idle: look this often, in seconds.
 _BUSY_POLL_S = 0.01
 
-#: While anybody waits or a load goes on, look at least this often, in seconds: whatever
+#: While a request waits or a load goes on, look at least this often, in seconds: whatever
 #: changes the pool without telling the queue is found then.
 _SAFETY_POLL_S = 1.0
 
@@ -118,7 +118,7 @@ class Admission:
         self._loads: dict[Target, asyncio.Task[None]] = {}
         self._shortages: dict[Target, Exception] = {}
         self._holders: set[Waiter] = set()
-        #: Everybody whose wait has not ended, whatever the policy thinks of it.
+        #: Every waiter whose wait has not ended, whatever the policy thinks of it.
         self._open: dict[Waiter, None] = {}
         self._stepping = False
         self._again = False
@@ -182,7 +182,7 @@ class Admission:
             self._give_back(ask.target.model, engine)
 
     def released(self, model: str) -> None:
-        """A lease of ``model`` was released: hand over if somebody waits for that."""
+        """A lease of ``model`` was released: hand over if a request waits for that."""
         try:
             self.policy.used(model, self.now())
         except Exception as error:  # the release itself has happened
@@ -195,7 +195,7 @@ class Admission:
             self._step_soon()
 
     def loaded_by_hand(self, model: str) -> None:
-        """Somebody asked for ``model`` itself, and it serves: it stays for its first use."""
+        """A caller asked for ``model`` itself, and it serves: it stays for its first use."""
         self.policy.keep_for_first_use(model, self.now())
         if self.policy.active:
             self.step()
@@ -243,7 +243,7 @@ class Admission:
         if self._closing:
             self._announce_refusal(ask, self._shutting_down(), 0.0, request)
             return None, self._refused(self._shutting_down(), request)
-        # Whoever has the model already must not wait for its own end.
+        # A request that has the model already must not wait for its own end.
         unpaced = ask.unpaced or target.model in ask.held.leased | ask.held.kept
         full = self.policy.waiting >= self.config.max_queue
         if budget > 0 and not unpaced and not full:
@@ -273,8 +273,8 @@ class Admission:
 
     def _is_full_for(self, target: Target, view: PoolView) -> bool:
         """Whether as many as may wait do so for models that are as ``target`` is: in
-        memory, or not. A batch for a model that is not turns nobody away who asks for
-        one that is."""
+        memory, or not. A batch for a model that is not turns away no request for one
+        that is."""
         alike = sum(
             len(queue.waiters)
             for other, queue in self.policy.queues.items()
@@ -469,7 +469,7 @@ class Admission:
             self._stepped_at = self.now()
             self._step_cost = self._stepped_at - began
             self._arm(view)
-        except Exception as error:  # it must not cost anybody a request
+        except Exception as error:  # it must not cost a request
             self._break(error)
         finally:
             self._stepping = False
@@ -491,7 +491,7 @@ class Admission:
         )
         self.broken = True
         self.gated = self.paced = frozenset()
-        # Not whom the policy has: it may have let go of some whom nobody has told.
+        # All open waits, not the policy's: it may have ended some whose futures are not set.
         for waiter in tuple(self._open):
             self._end(waiter, QueueBroken())
         self._arm(None)

@@ -64,7 +64,7 @@ def retry_after(seconds: float) -> int:
     """Whole seconds for ``Retry-After`` from an estimate, jittered upwards by up to a fifth.
 
     The jitter spreads clients that were refused together; it only lengthens, so
-    that nobody comes back before the estimate.
+    that no client comes back before the estimate.
     """
     jittered = max(1.0, seconds) * random.uniform(1.0, 1.2)
     return max(1, min(LONGEST_RETRY_S, math.ceil(jittered)))

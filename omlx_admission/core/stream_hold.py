@@ -73,7 +73,7 @@ class Rule:
     Attributes:
         after_s: seconds in the queue before the first byte.
         keepalive: by protocol; None where nothing may be sent, and so nothing is:
-            a head alone keeps nobody waiting and costs the status of a refusal.
+            a head alone helps no client and costs the status of a refusal.
     """
 
     after_s: float

@@ -118,6 +118,11 @@ OFF: dict[str, tuple[set[str], str, Edit]] = {
             r"\1, nice: int = 0,",
         ),
     ),
+    "the parameter that the wrapper of a load reads, renamed": (
+        QUEUE | {"surfaces"},
+        "EnginePool._load_engine takes (name",
+        (POOL, r"(async def _load_engine\(\s*self,\s*)model_id: str", r"\1name: str"),
+    ),
     "a parameter more without a default": (
         QUEUE | PATH | {"surfaces"},
         "requires the unknown (reason)",

@@ -21,7 +21,7 @@ cannot take the other's turn away.
 Where n models wait they share W: a gate closes when the oldest demand is W/n old
 and the loaded model has had a turn of W/n since its load. Else the second in
 line becomes due while the first still loads, and the swap to the first buys a
-single request. But for a moment (h, W/4 at most) nobody's turn outlasts the W of
+single request. But for a moment (h, W/4 at most) no model's turn outlasts the W of
 another, so the bound stands wherever R + S is below three quarters of W.
 
 An idle model is given up at once, unless models have shown lately that they come
@@ -63,7 +63,7 @@ _PATIENCE_SETTLE_S = 10.0
 #: settles, another tool's unload), look again after this many seconds.
 _SETTLE_POLL_S = 0.05
 
-#: A load that nobody waits for any more, and that has had nothing on the load thread for
+#: A load that no request waits for any more, and that has had nothing on the load thread for
 #: so many seconds, is given up. Whatever else a load awaits takes less.
 _QUIET_S = 2.0
 
@@ -90,7 +90,7 @@ class AdmissionPolicy(Schedule):
         self._latest = 0.0
 
     def estimate(self, target: Target, size: int, view: PoolView, now: float) -> float:
-        """Seconds until ``target`` could be served, whether or not somebody waits for it."""
+        """Seconds until ``target`` could be served, whether or not a request waits for it."""
         if target in view.ready and target.model not in self.gated:
             queue = self.queues.get(target)
             if queue is None:
@@ -158,7 +158,7 @@ class AdmissionPolicy(Schedule):
                 self.estimates.saw_gap(model, now - before)
             self._released_at[model] = now
         if model not in self._marked:
-            # It takes requests again: nobody can tell which one has ended.
+            # It takes requests again: which one has ended is not known.
             self.busy_since.pop(model, None)
 
     def keep_for_first_use(self, model: str, now: float) -> None:
@@ -221,7 +221,7 @@ class AdmissionPolicy(Schedule):
         self.linger.observe(view, now)
         for target in self._in_turn:
             self.queues.served(target, now)
-        self._marked &= view.models.keys()  # whoever left memory took its mark along
+        self._marked &= view.models.keys()  # a model that left memory took its mark along
         for known in (self.loaded_at, self.no_drain_before, self.busy_since, self.by_hand):
             for gone in known.keys() - view.models.keys():
                 del known[gone]
@@ -272,19 +272,19 @@ class AdmissionPolicy(Schedule):
             actions.append(Refuse(target, waiters, reason))
 
     def _review_swap(self, view: PoolView, now: float, actions: list[Action]) -> PoolView:
-        """End a drain for nobody, for a target that serves by now, or past its limit."""
+        """End a drain without waiters, with a target that serves, or past its limit."""
         swap = self.swap
         if swap is None or swap.loading:
             return view
         if self.concurrent_load is not None and self.is_late(self.concurrent_load, now):
-            # What drains for it serves while nobody knows when its turn comes.
+            # What drains for it serves while it is not known when its turn comes.
             self.swap = None
         elif swap.target not in self.queues and (
             now >= self.held_until(swap) or self.next_due(view, now) is not None
         ):
             self.swap = None
         elif swap.target in view.ready:
-            # Somebody else has loaded it; it was first in line, so it is served.
+            # It was loaded outside of the queue; it was first in line, so it is served.
             self.swap = None
             view = self._grant(swap.target, view, actions)
         elif now >= swap.started + self.dials.drain_limit:
@@ -334,7 +334,7 @@ class AdmissionPolicy(Schedule):
                 continue  # gated: its turn comes after the overdue one
             if now < queue.retry_at:
                 if target == next_due:
-                    return  # a short pause; nobody takes its room meanwhile
+                    return  # a short pause; its room stays free meanwhile
                 continue
             keep = self.protected_until(target, view, now, share) if target == next_due else ()
             planned = self.plan_for(target, view, now, keep)
@@ -363,7 +363,7 @@ class AdmissionPolicy(Schedule):
                 queue.settling_since is not None
                 and now < queue.settling_since + _PATIENCE_SETTLE_S
             ):
-                return  # its room is on its way: nobody takes it
+                return  # its room is about to become free, and is kept for it
 
     def _drain(self, planned: Plan, now: float, actions: list[Action]) -> None:
         assert self.swap is not None
@@ -433,7 +433,7 @@ class AdmissionPolicy(Schedule):
                 return
 
     def _cancel_hung(self, view: PoolView, actions: list[Action]) -> None:
-        """Give up loads that no thread works for; whoever waits has had their answer.
+        """Give up loads that no thread works for, once all that wait have had their answer.
 
         However long a load at work takes, it stays: a cancel would free neither its
         thread nor its memory.
@@ -466,7 +466,7 @@ class AdmissionPolicy(Schedule):
                 closed.update(load.victims)
                 later = after(later, load.target, load.size, load.victims)
         if any(self.is_late(load, now) for load in self.loads):
-            return frozenset(closed)  # nobody knows when the next one's turn comes
+            return frozenset(closed)  # when the next one's turn comes is not known
         if next_due is not None and (self.swap is None or self.swap.target != next_due):
             keep = set(self.protected_until(next_due, view, now, self.competing_targets(view)))
             if now < self.queues[next_due].aged_from + self.age_of(next_due):
@@ -510,4 +510,4 @@ class AdmissionPolicy(Schedule):
             if load is not None and load.loading and load.target == target:
                 setattr(self, name, None)
                 return load
-        raise AssertionError(f"a load of {target} ended that nobody had started")
+        raise AssertionError(f"a load of {target} ended that was never started")

@@ -115,7 +115,7 @@ class Dials:
     def drain_limit(self) -> float:
         """Seconds after which a drain that does not end is given up for a while.
 
-        Twice the budget: nobody who waited when it began waits any more.
+        Twice the budget: no request that waited when it began waits any more.
         """
         return 2 * self.budget
 

@@ -59,7 +59,7 @@ def places_for(slots: int) -> int:
 
     A few more than run at once, so that a slot which falls free has its next request
     at hand while the one after it is on its way. No more: what an engine has accepted
-    without having begun it has to be sat out by whoever needs its memory, so a drain
+    without having begun it has to be sat out by the request that needs its memory, so a drain
     lasts about two answers, with one slot as with many.
     """
     return slots + min(max(1, slots // 4), 8)

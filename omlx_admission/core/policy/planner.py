@@ -159,7 +159,7 @@ def plan(
             return _SETTLE
         if chosen is None and not everybody and not held and _places(view, [], helper):
             # The memory is held by residue of a failed load, or by another process:
-            # asking the pool evicts nobody, and its refusal names what is in the way.
+            # asking the pool evicts no model, and its refusal names what is in the way.
             return _ASK
         if chosen is None:
             return _BLOCKED

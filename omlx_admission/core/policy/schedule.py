@@ -1,4 +1,4 @@
-"""Who is due when: the state of the queue, and the questions that decisions ask of it."""
+"""Which target is due when: the state of the queue, and what decisions read of it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Schedule:
 
     Attributes:
         swap: the transition that was decided, draining or loading, or None.
-        side: a load beside a draining swap that does not touch it, or None.
-        queues: who waits, by target.
+        concurrent_load: a load beside a draining swap that does not touch it, or None.
+        queues: the waiters, by target.
         loaded_at: when each model in memory was loaded, where that was seen.
-        spared_until: models whose drain was given up, and until when they are left alone.
+        no_drain_before: models whose drain was given up, and until when they are left alone.
         by_hand: models that were loaded or asked for by hand and not used since, and until
             when they are kept for that.
         busy_since: models that were told to drain, and since when, while what ran then may
-            still run; a drain that is withdrawn, because nobody waits any more, changes
+            still run; a drain that is withdrawn, because no request waits any more, changes
             nothing in that.
     """
 
@@ -56,7 +56,7 @@ class Schedule:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Targets that somebody waits for, the longest wanted first."""
+        """Targets that requests wait for, the longest wanted first."""
         return self.queues.targets
 
     @property
@@ -65,7 +65,7 @@ class Schedule:
         return frozenset(self._marked)
 
     def head(self, target: Target) -> Waiter | None:
-        """The first waiter for ``target``, None if nobody waits for it."""
+        """The first waiter for ``target``, None if no request waits for it."""
         queue = self.queues.get(target)
         return queue.head if queue else None
 
@@ -75,7 +75,7 @@ class Schedule:
         return tuple(queue.waiters.values()) if queue else ()
 
     def wanted_since(self, target: Target) -> float | None:
-        """When the demand for ``target`` began, None if nobody waits for it."""
+        """When the demand for ``target`` began, None if no request waits for it."""
         queue = self.queues.get(target)
         return queue.since if queue else None
 
@@ -141,7 +141,7 @@ class Schedule:
         return kept
 
     def age_of(self, target: Target) -> float:
-        """W in seconds for a target that somebody waits for."""
+        """W in seconds for a target that a request waits for."""
         return self.age_for(target, self.queues[target].head.size)
 
     def age_for(self, target: Target, size: int) -> float:
@@ -167,7 +167,8 @@ class Schedule:
         return plan(target, head.size, view, rank=self.rank(now), keep=keep)
 
     def rank(self, now: float | None) -> Callable[[ModelView], tuple[Any, ...]]:
-        """Who leaves first: draining already, not lingering, serving few, used long ago."""
+        """Order of victims: those that drain already, that do not linger, that serve few
+        requests, that were used long ago."""
 
         def rank(model: ModelView) -> tuple[Any, ...]:
             lingers = now is not None and self.linger.until(model, now) is not None
@@ -200,11 +201,11 @@ class Schedule:
 
     @property
     def active(self) -> bool:
-        """Whether anything may have to be decided: somebody waits, or a swap goes on."""
+        """Whether anything may have to be decided: a request waits, or a swap goes on."""
         return self.waiting > 0 or self.swap is not None
 
     def concerns(self, model: str) -> bool:
-        """Whether the end of a request of ``model`` may be what somebody waits for now."""
+        """Whether the end of a request of ``model`` may be what a request waits for now."""
         return model in self._marked or any(
             target.model == model for target, _ in self.queues.items()
         )

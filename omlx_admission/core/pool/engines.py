@@ -11,7 +11,7 @@ from typing import Any
 def lives(engine: Any) -> bool:
     """Whether ``engine`` can serve: it is loaded, and its core's loop runs.
 
-    Whoever is handed one that was stopped starts it again, outside of all accounting;
+    A caller that is handed a stopped one starts it again, outside of all accounting;
     with one whose loop has ended, a request waits for ever.
     """
     fields = getattr(engine, "__dict__", None)

@@ -250,7 +250,7 @@ class EnginePoolPort:
             sessions=self.sessions(model_id, entry),
             pinned=entry.is_pinned,
             loading=entry.is_loading,
-            # Told to leave by somebody else than the queue: it will, and nobody may
+            # Told to leave by others than the queue: it will, and no request may
             # plan with it until it has.
             unloading=unloading
             or bool(entry.pending_unload_reason and not drains_for_us(entry)),
@@ -370,7 +370,7 @@ class EnginePoolPort:
         """See :class:`~..port.PoolPort`."""
         model = ask.target.model
         await self.may_load()
-        # The pool refuses a marked model; the gate is closed, so nobody slips in.
+        # The pool refuses a marked model; the gate is closed, so no request slips in.
         self.unmark(model)
         planned_victims.set(tuple(v for v in victims if v != model))
         _load_at_hand.set(LoadAtHand(self, ask, asyncio.current_task()))

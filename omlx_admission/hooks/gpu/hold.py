@@ -1,6 +1,6 @@
 """Holding the turn round a piece of oMLX's GPU work, and what comes before handing over.
 
-Whoever takes the turn inherits an idle GPU: before it is handed over, the streams that
+The next holder inherits an idle GPU: before it is handed over, the streams that
 the holder's thread has used are synchronised on that thread (a thread-local stream means
 another stream, or none, on any other). An error there is the holder's.
 """
@@ -26,7 +26,7 @@ logger = logging.getLogger("omlx.admission")
 #: Seconds that optional work (clean-up, cache clears) waits before it goes on without.
 OPTIONAL_WAIT_S = 5.0
 
-#: Modules that keep a stream of their own, used by whoever calls into them.
+#: Modules that keep a stream of their own, used by every caller.
 _STREAM_MODULES = (
     "mlx_lm.generate",
     "mlx_vlm.generate.common",

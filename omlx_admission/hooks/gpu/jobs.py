@@ -83,7 +83,7 @@ class Treatment:
         gate: the turn is taken round the whole job (else deeper inside it).
         optional: it runs without the turn rather than fail for want of it.
         answers: its caller waits for what the job itself delivers, not for its end, and
-            would wait for ever for a job that never ran: after a wait to the limit it
+            would wait indefinitely for a job that never ran: after a wait to the limit it
             runs without the turn.
         steps: methods of the job's model between whose calls others get their turn.
         items: a method of the model whose items are such steps.
@@ -196,7 +196,7 @@ class Executors:
     a way past it, and whose load they belong to.
 
     The executor object stays oMLX's own, with one instance attribute more, so that its
-    replacement or shutdown by oMLX works as ever.
+    replacement or shutdown by oMLX works unchanged.
     """
 
     def __init__(self) -> None:

@@ -92,7 +92,7 @@ def read(folder: Path) -> tuple[object, str | None]:
 def with_file(
     settings: Settings, problems: list[str], environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """``settings`` with what oMLX's settings file says; the variable goes before it."""
+    """``settings`` with what oMLX's settings file says; the variable takes precedence."""
     value, problem = read(base_path(environ=environ))
     if problem is not None:
         problems.append(problem)

@@ -1,11 +1,11 @@
 """An engine whose loop has ended is removed, and its callers are told.
 
 A step that fails, and then the clean-up after it, end the loop of a text engine: a GPU
-fault does both. Stock does not look at it again. Its callers wait for ever, it is handed
+fault does both. Stock does not look at it again. Its callers wait indefinitely, it is handed
 out to more of them, and its memory is never given up, since they hold leases of it.
 
 Here all of them get one error in the turn in which the loop ends, and the model is
-unloaded; whoever asks for it afterwards gets it loaded anew.
+unloaded; the next request for it loads it anew.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _tasks: set[asyncio.Task[None]] = set()
 
 
 async def engine_loop(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
-    """Notice the end of a loop that nobody has stopped.
+    """Notice the end of a loop that was not stopped.
 
-    Its error is told to all whom it concerns; stock's stop would raise it once more, and
+    Its error ends all of its requests; stock's stop would raise it once more, and
     leave the engine's thread and weights where they are.
     """
     try:
@@ -92,7 +92,7 @@ def bury(pool: Any, model: str, cause: str = "it was stopped") -> None:
         model,
         cause,
     )
-    # Whoever finds it may be a request; what follows does not end with it.
+    # A request may have found it; what follows does not end with that request.
     task = asyncio.get_running_loop().create_task(
         _remove(pool, model, engine),
         name=f"admission-dead:{model}",

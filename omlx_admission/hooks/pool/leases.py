@@ -31,7 +31,7 @@ def keep(model_id: str, give_back: Callable[[], None]) -> None:
         give_back()
 
 
-#: Methods of the pool by which whoever calls them says that a model may go. Stock does
+#: Methods of the pool whose caller says by them that a model may go. Stock does
 #: not lease the caller's own engine, so to the caller it is not busy.
 _UNLOADS = (
     "_unload_engine",

@@ -5,9 +5,9 @@ the event loop, and then does only what waits for the engine's own thread: ``clo
 to 60 s for each of four steps. Here the first part is done where it is; the rest, which
 by then has nothing to await, is stock's own ``stop`` run to its end on a thread.
 
-What the blocked loop kept from happening meanwhile must not happen now: nobody is handed
-the engine (the mark of `hooks.pool.resident`), it does not start itself again before it has
-stopped, and nothing is added to its queue.
+While stock blocks the loop, no other code runs; here it does, and is kept out: no caller
+is handed the engine (the mark of `hooks.pool.resident`), it does not start itself again
+before it has stopped, and nothing is added to its queue.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ async def _close(wrapped: Any, engine: Any, core: Any, args: Any, kwargs: Any) -
         # A pool of its own: the loop's own threads may all be taken by long work.
         thread = concurrent.futures.ThreadPoolExecutor(1, "admission-close")
         setattr(core, _ATTRIBUTE, True)
-        # Whoever holds the engine and finds it stopped asks for its start, and waits.
+        # A caller that holds the engine and finds it stopped asks for its start, and waits.
         engine._loaded = False
         context = contextvars.copy_context()
         begun = asyncio.get_running_loop().run_in_executor(
@@ -139,10 +139,10 @@ def _rest(coroutine: Coroutine[Any, Any, Any], first: Any) -> Generator[Any, Any
 async def start(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     """An engine that is being stopped starts again after that, unless the pool let it go.
 
-    Stock lets whoever still holds it load its weights once more, in nobody's books.
+    Stock lets a caller that still holds it load its weights once more, counted nowhere.
 
     A start that fails, or is cancelled, after it has made the core leaves no loop behind:
-    it would keep the model in memory, and nobody could stop it.
+    it would keep the model in memory, and nothing could stop it.
 
     Raises:
         EngineClosing: the pool has unloaded the model.
@@ -160,7 +160,7 @@ async def start(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 
 
 async def add_request(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
-    """Nothing is queued at a core that ends or has ended: nobody would run it.
+    """Nothing is queued at a core that ends or has ended: it would never run.
 
     Raises:
         EngineClosing: it does. In stock the caller finds no core at all, or waits for ever.

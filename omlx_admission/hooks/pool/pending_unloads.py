@@ -1,7 +1,7 @@
-"""A pending unload that somebody else has marked is completed or withdrawn, never left.
+"""A pending unload that others than this package have marked is completed or withdrawn.
 
 The memory enforcer marks a busy model under emergency pressure and ends its
-requests. Up to 0.6.3 nobody looks at that mark again unless a lease is released
+requests. Up to 0.6.3 nothing looks at that mark again unless a lease is released
 after the engine's own queues are empty, or the pressure comes back: since 0.6.2
 every later request is refused, before it every later request is told to end. From
 0.7.x on oMLX follows its mark itself (its change #3547); a second follower does no
@@ -63,7 +63,7 @@ def _begin_to_follow(pool: Any, model: str) -> None:
     admission = state_of(pool).admission
     if admission is None or not _is_marked(pool, model):
         return
-    # Whoever marks may be a request; what follows does not end with it.
+    # A request may have marked it; what follows does not end with that request.
     task = asyncio.get_running_loop().create_task(
         _follow(pool, admission.port, model),
         name=f"admission-pending:{model}",

@@ -1,6 +1,6 @@
 """P2: an engine that calls itself active for ever, though nothing of it runs.
 
-Text engines count the answers that nobody has fetched yet, cluster engines count their
+Text engines count the answers that were not fetched yet, cluster engines count their
 callers; either count can be left behind by a request that ended badly, and the model
 would never be idle again. Every route that uses such an engine holds a lease of it, and
 what runs is in its scheduler. So with neither, for a moment, it is idle. Speech, embedding
@@ -45,7 +45,7 @@ _known: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_phantom(engine: Any) -> bool:
-    """Whether the activity of an engine that nobody leases is one of a count only."""
+    """Whether the activity of an engine without a lease is one of a count only."""
     try:
         if _works(engine):
             _seen.pop(engine, None)

@@ -1,4 +1,19 @@
-"""The admission queue in front of ``get_engine``: everything that is not simply resident."""
+"""The admission queue in front of ``get_engine``: everything that is not simply resident.
+
+``EnginePool.get_engine`` has four of our layers, from the outside to the inside:
+
+1. ``resident.get_engine``: a loaded model with a place is handed out in one step.
+2. :meth:`QueueHooks.get_engine`, here: the call waits in the queue (`core.queue`).
+3. ``resident.get_engine_past_teardown``: no engine whose teardown has begun.
+4. ``errors.get_engine``: what an error of stock's means for the client.
+
+The queue's own load enters below 2, so it meets 3 and 4 and then stock. Where the resident
+path is off, 1 and 3 are not there: then stock hands out what is ready, under its lock, and
+this module tells the queue of releases and unloads itself.
+
+The wrappers decide nothing. They ask the queue, offer stock the victims that were planned
+(``_find_lru_victim``), and tell the queue when something in the pool has changed.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +66,7 @@ NEEDS = (
     Need("omlx.model_settings", "ModelSettingsManager.get_settings", Kind.SYNC, ("model_id",)),
     Need(POOL, "EnginePool._find_lru_victim", Kind.SYNC, returns=("str | None",)),
     Need(POOL, "_find_lru_victim", Kind.USED),
-    Need(POOL, "EnginePool._load_engine", Kind.ASYNC),
+    Need(POOL, "EnginePool._load_engine", Kind.ASYNC, ("model_id",)),
     # Whose jobs tell whether a load is at work.
     gpu_jobs.EXECUTOR,
     Need(POOL, "VLMBatchedEngine", Kind.NAME),
@@ -217,7 +232,7 @@ class QueueHooks:
         try:
             if state.admission is not None:
                 work = state.admission.port.work_of(model)
-        except Exception as error:  # noqa: BLE001 - then nobody judges this load
+        except Exception as error:  # noqa: BLE001 - then this load is not judged
             faults.note("the watch of a load", error)
         try:
             with work or contextlib.nullcontext():
@@ -263,14 +278,14 @@ class QueueHooks:
         """
         load = load_at_hand()
         if load is not None and not load.has_a_chance():
-            return None  # the ceiling fell meanwhile: nobody leaves for nothing
+            return None  # the ceiling fell meanwhile: no model leaves in vain
         admission = state_of(pool).admission
         victim = None if admission is None else admission.port.planned_victim()
         return wrapped(*args, **kwargs) if victim is None else victim
 
     @staticmethod
     def discover(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
-        """A rescan may remove a model that somebody waits for, but not one that loads.
+        """A rescan may remove a model that a request waits for, but not one that loads.
 
         Until 0.5.2 stock replaces the entry that a load is writing into, and its engine
         is lost with the memory it holds (B19).
@@ -292,7 +307,7 @@ class QueueHooks:
 
 
 async def server_shutdown(wrapped: Any, server: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse who waits before the server waits for open connections, which they are."""
+    """Refuse waiting requests before the server waits for open connections: theirs are."""
     try:
         pool = getattr(
             getattr(sys.modules.get(SERVER), "_server_state", None), "engine_pool", None

@@ -111,7 +111,7 @@ VALIDATE = Need(
     ("model_id", "engine"),
     returns=("None",),
 )
-#: Whoever frees memory by its own rules; None before a server has one.
+#: What frees memory by its own rules; None before a server has one.
 ENFORCER = Need(POOL, "EnginePool._process_memory_enforcer", Kind.VALUE)
 #: What tells the enforcer's own task, and a model's settings that may have changed.
 TOLD_BY = (
@@ -282,7 +282,7 @@ def hand_out(
 
 
 def keep_unleased(pool: Any, model_id: str) -> None:
-    """Lease a model that was just handed out without a lease, for whoever asked.
+    """Lease a model that was just handed out without a lease, for its caller.
 
     Outside of requests and of the jobs that they begin nothing is held.
     """
@@ -298,7 +298,7 @@ def keep_lease(pool: Any, model_id: str) -> None:
 
 
 def give_back(pool: Any, model_id: str, held: Callable[[], Any] | None) -> None:
-    """Give one lease back without waiting for anybody; tell who waits for it.
+    """Give one lease back without waiting; tell what waits for it.
 
     ``held`` is what it was taken on, None where that is not known.
     """
@@ -322,7 +322,7 @@ def give_back(pool: Any, model_id: str, held: Callable[[], Any] | None) -> None:
 def lock_of(pool: Any) -> contextlib.AbstractAsyncContextManager[Any]:
     """What an unload of an idle model has to hold: nothing, where teardowns are marked.
 
-    It finds the model idle and marks it in one step, and who has the lock joins it.
+    It finds the model idle and marks it in one step, and the holder of the lock joins it.
     """
     return contextlib.nullcontext() if _marks else pool._lock
 

@@ -86,7 +86,7 @@ def works(pool: Any, entry: Any) -> bool:
     """Whether an engine has anything to run for anybody.
 
     What it has finished is not work, though a text engine names it active for some
-    seconds, or until somebody reads it.
+    seconds, or until it is read.
     """
     engine = entry.engine
     core = getattr(getattr(engine, "_engine", None), "engine", None)

@@ -100,7 +100,7 @@ def expired(pool: Any, model: str, request: requests.Request | None) -> Exceptio
 
 
 def client_left() -> Exception:
-    """What ends an unload whose client has gone; nobody reads it."""
+    """What ends an unload whose client has gone; it is not read."""
     gone = Refusal(503, "client_left", "The client left while it waited.", 1)
     return admission_refused()(gone)
 

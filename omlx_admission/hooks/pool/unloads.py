@@ -1,10 +1,10 @@
-"""Unloads by hand wait for what runs, and all who ask for one share its teardown.
+"""Unloads by hand wait for what runs, and all callers of one share its teardown.
 
 Stock tears an engine down in the middle of its answers when an HTTP request asks
 for it: the public unload route, a change of settings, a benchmark (B08, B52). Here
 the model first takes no new requests and comes to rest, within the wait budget.
 
-Who ends without an unload, and who does not:
+What ends without an unload, and what does not:
 
 * The unload routes are refused when the budget ends; nothing was cut, the model
   serves on. ``?mode=now`` ends what runs with an error event first.
@@ -54,7 +54,7 @@ POOL = resident.POOL
 ADMIN = "omlx.admin.routes"
 
 NEEDS = (
-    # Who asks is told by its request.
+    # The caller is identified by its HTTP request.
     *requests_hook.NEEDS,
     resident.UNLOAD,
     resident.ENTRIES,
@@ -197,19 +197,19 @@ def plan_unload(pool: Any, model: str) -> PlannedUnload | None:
     port, entry = admission.port, pool._entries.get(model)
     if entry is None or entry.engine is None:
         return None
-    # A benchmark outlives the request that began it, and nobody leaves from it.
+    # A benchmark outlives the request that began it; no client can leave from it.
     in_request = not asked_in.ended and asyncio.current_task() is asked_in.task
     request = asked_in if in_request else None
     mode = Mode.DRAIN
     if request is not None and unload_modes.is_unload(request):
-        # Idle or not: whoever is asked for next waits for the next load.
+        # Idle or not: the next request for it waits for the next load.
         mode = unload_modes.mode_of(request)
         if mode is Mode.IF_IDLE:
             unload_modes.refuse_unless_idle(pool, request, model)
     elif (
         model in unloading_models(pool) or not port.in_use(model) or resident.is_enforcer(pool)
     ):
-        # Whoever holds the lock has asked the same a step ago: a drain never waits in it.
+        # The holder of the lock has asked the same a step ago: a drain never waits in it.
         return None
     return PlannedUnload(
         pool,
@@ -269,7 +269,7 @@ async def _wait_until_idle(plan: PlannedUnload, quiesce: Quiesce) -> None:
     if plan.now:
         await _cut(plan, quiesce, may_go)
         return
-    # A deletion that stops half-way is worse than one that nobody waits for.
+    # A deletion that stops half-way is worse than one whose client has left.
     watched = None if plan.must_happen else plan.request
     ended = await quiesce.wait(may_go, plan.deadline, watched)
     if ended is Ended.EXPIRED and plan.must_happen:
@@ -298,7 +298,7 @@ async def _cut(plan: PlannedUnload, quiesce: Quiesce, may_go: Callable[[], bool]
 
 
 def _runs(plan: PlannedUnload, quiesce: Quiesce) -> bool:
-    """Whether the engine works, whoever has been handed it, or is being torn down."""
+    """Whether the engine works, for any caller, or is being torn down."""
     if quiesce.tearing_down or plan.model in unloading_models(plan.pool):
         return True
     if _engine_replaced(plan):
@@ -324,7 +324,7 @@ def _may_go(plan: PlannedUnload, quiesce: Quiesce) -> bool:
 
 
 def _join(plan: PlannedUnload) -> Quiesce:
-    """Close the model's gate, or join who has closed it already."""
+    """Close the model's gate, or join the unload that has closed it already."""
     quiesce = plan.state.leaving.get(plan.model)
     if quiesce is not None and quiesce.engine is plan.engine:
         return quiesce
@@ -348,7 +348,7 @@ def _is_ours_to_set(plan: PlannedUnload) -> bool:
 
 
 def _withdraw(plan: PlannedUnload, quiesce: Quiesce) -> None:
-    """Nobody asks any more. A model that is still there serves on."""
+    """No caller is left. A model that is still there serves on."""
     state, admission = plan.state, plan.admission
     if state.leaving.get(plan.model) is quiesce:
         del state.leaving[plan.model]

@@ -60,7 +60,7 @@ _tasks: set[asyncio.Task[None]] = set()
 
 
 class Unlocked(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A pool whose lock is nobody else's, and whose unloads end when the engine is gone.
+    """A pool with a lock of its own, and whose unloads end when the engine is gone.
 
     The rest of a teardown runs on the thread on which loads run: it goes on by itself.
     """

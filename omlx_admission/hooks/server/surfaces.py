@@ -1,6 +1,6 @@
 """Routes on oMLX's own application, behind its own key check; and what the pool does.
 
-Two thin wrappers tell the observer of every load and unload, whoever asked for
+Two thin wrappers tell the observer of every load and unload, whatever asked for
 it: they are innermost, so that they time oMLX's work and nothing of ours.
 """
 
@@ -182,7 +182,7 @@ def features() -> list[dict[str, Any]]:
 
 
 def init_server(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
-    """A server starts in this process: from now on somebody looks whether it is stuck."""
+    """A server starts in this process: from now on a thread looks whether it is stuck."""
     result = wrapped(*args, **kwargs)
     observe.observer.start_watch()
     return result
