@@ -21,13 +21,13 @@ from omlx_admission.hooks.features import FEATURES, MODULES, PARTS, Feature, Par
 from omlx_admission.hooks.gpu import setting as gpu_setting
 from omlx_admission.hooks.gpu import sites as gpu_sites
 from omlx_admission.hooks.patching import gate
-from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.ledger import Change, Ledger
 from omlx_admission.settings import Settings
 
 logger = logging.getLogger("omlx.admission")
 
 #: The last of oMLX's modules that a server imports.
-_LAST = "omlx.server"
+LAST = "omlx.server"
 
 
 class State(enum.Enum):
@@ -162,7 +162,7 @@ class Installer:
                 if part.module == module.__name__:
                     self._apply(part, module)
         self._strict()
-        if module.__name__ == _LAST:
+        if module.__name__ == LAST:
             self._log_active()
 
     def _log_active(self) -> None:
@@ -177,10 +177,10 @@ class Installer:
         verdict = self.report.verdict(name)
         if verdict.state not in (State.READY, State.APPLIED):
             return
-        before, mark = len(self._ledger.wrapped), self._ledger.begin()
+        mark = self._ledger.begin(name)
         try:
             part.apply(module, self._ledger, self._wanted)
-            verdict.wrapped += self._ledger.wrapped[before:]
+            verdict.wrapped += self._ledger.wrapped(mark)
         except Exception as error:
             if part.optional:
                 # The last layer of all comes off alone, and nothing else needs it.
@@ -199,6 +199,11 @@ class Installer:
             self._missing_parts[name].remove(part.module)
         if not self._missing_parts[name]:
             verdict.state = State.APPLIED
+
+    @property
+    def changes(self) -> list[Change]:
+        """What is changed in oMLX now, in the order of application."""
+        return self._ledger.changes
 
     def undo(self, reason: str = "undone") -> None:
         """Put oMLX back as it was, all features."""
@@ -255,6 +260,11 @@ def register() -> None:
 def current() -> Report | None:
     """What was decided in this process, None before ``omlx`` was imported."""
     return _installer.report if _installer is not None else None
+
+
+def changes() -> list[Change]:
+    """What is changed in oMLX in this process, in the order of application."""
+    return _installer.changes if _installer is not None else []
 
 
 def undo() -> None:

@@ -14,6 +14,7 @@ from omlx_admission import __version__
 from omlx_admission.hooks.gpu import sites
 from omlx_admission.hooks.install import Report, State, Verdict, decide
 from omlx_admission.hooks.patching import gate
+from omlx_admission.surfaces import applied
 from omlx_admission.surfaces.cli import CommandError
 from omlx_admission.surfaces.demo import STANDIN
 
@@ -25,10 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--needs", action="store_true", help="list every name of oMLX that a feature relies on"
     )
     parser.add_argument(
+        "--hooks",
+        action="store_true",
+        help="import oMLX in a process of its own, apply the hooks, and list each changed "
+        "attribute with its layers",
+    )
+    parser.add_argument(
         "--omlx-src",
         type=Path,
         metavar="DIR",
-        help="look at this checkout instead of the oMLX of this Python; imports nothing",
+        help="look at this checkout instead of the oMLX of this Python; without --hooks "
+        "nothing of it is imported",
     )
 
 
@@ -38,11 +46,19 @@ def run(arguments: argparse.Namespace) -> int:
         check_source(arguments.omlx_src)
     report = decide(arguments.omlx_src)
     switch = switch_problem()
+    source = arguments.omlx_src
+    hooks = applied.in_a_process(report, source) if arguments.hooks else None
     if arguments.json:
-        json.dump(as_json(report, switch), sys.stdout, indent=2)
+        shown = as_json(report, switch)
+        if hooks is not None:
+            shown["hooks"] = applied.as_json(hooks)
+        json.dump(shown, sys.stdout, indent=2)
         print()
     else:
-        print("\n".join(as_lines(report, switch, needs=arguments.needs)))
+        lines = as_lines(report, switch, needs=arguments.needs)
+        if hooks is not None:
+            lines += applied.as_lines(hooks)
+        print("\n".join(lines))
     bad = any(v.state in (State.REFUSED, State.FAILED) for v in report.verdicts)
     return int(bad or switch is not None or bool(report.setting_problems))
 

@@ -17,7 +17,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from omlx_admission.observation.observe import Observer
 from omlx_admission.observation.pool_snapshot import Facts
@@ -157,7 +157,7 @@ def shutting_down() -> bool:
     return False
 
 
-def make(check: Check, read: Read, observer: Observer) -> list[BaseRoute]:
+def make(check: Check, read: Read, observer: Observer) -> list[Route]:
     """The routes. ``check`` raises for a caller who may not; ``read`` takes a reading."""
     # Read now, and not when a server that serves is asked for the first time.
     page.headers()

@@ -194,7 +194,7 @@ NOT_THEIRS = {
     "pool/leases.py:name": "methods of the pool that have rows",
     "install.py:feature.field": "a setting of ours",
     "install.py:obj": "Python's, of an AttributeError",
-    "patching/ledger.py:entry.attribute": "what a row has named",
+    "patching/ledger.py:self.attribute": "what a row has named",
     "patching/ledger.py:attribute": "what a row has named",
     "patching/ledger.py:part": "what a row has named",
     "pool/resident.py:RELEASE_TASK": "which has a row",

@@ -22,7 +22,7 @@ from omlx_admission.core import faults, load_work
 from omlx_admission.gpu.turn import TurnTimeout
 from omlx_admission.hooks.gpu import hold as gpu_hold
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
-from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.ledger import Ledger, named
 
 logger = logging.getLogger("omlx.admission")
 
@@ -42,6 +42,9 @@ EXECUTOR = Need(
 )
 #: Where the executor is kept once it is there.
 EXECUTOR_VALUE = Need(CORE, "_global_mlx_executor", Kind.VALUE)
+
+#: What is shadowed on the executor itself, as it is shown.
+SUBMIT = f"{CORE}:get_mlx_executor().submit"
 
 EMBED = Need(EMBEDDING, "MLXEmbeddingModel.embed", Kind.SYNC)
 RERANK = Need(RERANKER, "MLXRerankerModel.rerank", Kind.SYNC)
@@ -220,12 +223,18 @@ class Executors:
             ledger.wrap(module, "get_mlx_executor", self._get)
             if module._global_mlx_executor is not None:
                 self.prepare(module._global_mlx_executor)
-        ledger.on_undo(self.undo)
+        ledger.changed(SUBMIT, named(self.prepare), self.undo)
 
     def _get(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
         executor = wrapped(*args, **kwargs)
-        self.prepare(executor)
+        # Modules that imported the getter by name keep this wrapper after undo.
+        if self._layers or self._route is not None:
+            self.prepare(executor)
         return executor
+
+    def may_prepare(self, ledger: Ledger) -> None:
+        """Executors may be changed from now on without layers: to see whose load runs."""
+        ledger.changed(SUBMIT, named(self.prepare), self.let_go)
 
     def prepare(self, executor: Any) -> bool:
         """See to it that the jobs of ``executor`` pass here; whether they do."""
@@ -419,6 +428,9 @@ def diffusion_steps(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any
 def apply_core(module: Any, ledger: Ledger) -> None:
     """Take turns for the jobs of the global executor."""
     executors.add(module, ledger, take_turn)
+    for kind in dict.fromkeys(JOBS.values()):
+        for name in (*kind.steps, *((kind.items,) if kind.items else ())):
+            ledger.while_in_use(f"model of {kind.site}: {name}", named(_with_pauses))
 
 
 def apply_embedding(module: Any, ledger: Ledger) -> None:
@@ -434,6 +446,7 @@ def apply_reranker(module: Any, ledger: Ledger) -> None:
         ("_rerank_causal_lm", causal_documents),
     ):
         ledger.wrap_if_there(module, f"MLXRerankerModel.{name}", wrapper)
+    ledger.while_in_use("model of reranker: model", named(_PausingModel))
 
 
 def apply_dflash(module: Any, ledger: Ledger) -> None:

@@ -23,27 +23,54 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Change:
+    """One change as it is shown: by which feature, of what, and what lies there now."""
+
+    feature: str
+    attribute: str
+    layer: str
+
+
+@dataclass(frozen=True)
+class _Wrap:
+    """An attribute that was wrapped."""
+
+    change: Change
     parent: Any
     attribute: str
     original: Any
     ours: Any
 
+    def undo(self) -> bool:
+        """Put the original back. False: another tool has wrapped it meanwhile."""
+        if vars(self.parent).get(self.attribute, _MISSING) is not self.ours:
+            return False
+        if self.original is _MISSING:
+            delattr(self.parent, self.attribute)
+        else:
+            setattr(self.parent, self.attribute, self.original)
+        return True
+
 
 @dataclass(frozen=True)
-class Mark:
-    """How much a ledger held at one time."""
+class _Action:
+    """Whatever else has to be taken back; ``change`` is None where oMLX is as it was."""
 
-    entries: int
-    actions: int
+    change: Change | None
+    action: Callable[[], None]
+
+    def undo(self) -> bool:
+        """Take it back; nothing else is in the way."""
+        self.action()
+        return True
 
 
 @dataclass
 class Ledger:
     """The changes of this process, in order. Wrappers lie round each other: all go at once."""
 
-    _entries: list[_Entry] = field(default_factory=list)
-    _undo_actions: list[Callable[[], None]] = field(default_factory=list)
+    _entries: list[_Wrap | _Action] = field(default_factory=list)
+    _feature: str = ""
 
     def wrap(
         self, module: Any, name: str, wrapper: Callable[..., Any], seldom: bool = False
@@ -70,7 +97,8 @@ class Ledger:
             ours = wrapt.wrap_function_wrapper(module, name, wrapper)
         # Read it back: the object in the class dictionary is what undo compares with.
         ours = vars(parent).get(attribute, ours)
-        self._entries.append(_Entry(parent, attribute, original, ours))
+        change = Change(self._feature, _dotted(parent, attribute), named(wrapper))
+        self._entries.append(_Wrap(change, parent, attribute, original, ours))
 
     def wrap_if_there(self, module: Any, name: str, wrapper: Callable[..., Any]) -> bool:
         """Wrap it like :meth:`wrap` where ``module`` has it; whether it has."""
@@ -81,45 +109,60 @@ class Ledger:
             self.wrap(module, name, wrapper)
         return found is not None
 
-    def on_undo(self, action: Callable[[], None]) -> None:
-        """Run ``action`` when the feature is undone (for changes that are no attribute)."""
-        self._undo_actions.append(action)
+    def changed(self, attribute: str, layer: str, undo: Callable[[], None]) -> None:
+        """Note a change of ``attribute`` that is no wrapper, and what takes it back."""
+        change = Change(self._feature, attribute, layer)
+        self._entries.append(_Action(change, undo))
 
-    def begin(self) -> Mark:
-        """Where the ledger stands, for :meth:`undo`."""
-        return Mark(len(self._entries), len(self._undo_actions))
+    def while_in_use(self, attribute: str, layer: str) -> None:
+        """Note what is changed on an instance while a wrapper runs, which takes it back."""
+        self.changed(attribute, layer, lambda: None)
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Run ``action`` when the feature is undone (for what is no change of oMLX)."""
+        self._entries.append(_Action(None, action))
+
+    def begin(self, feature: str) -> int:
+        """What follows is changed for ``feature``. Returns where the ledger stands now."""
+        self._feature = feature
+        return len(self._entries)
 
     @property
-    def wrapped(self) -> list[str]:
-        """Dotted names that are wrapped now, in order."""
-        return [
-            f"{getattr(e.parent, '__module__', None) or e.parent.__name__}"
-            f":{getattr(e.parent, '__qualname__', '')}.{e.attribute}".replace(":.", ":")
-            for e in self._entries
-        ]
+    def changes(self) -> list[Change]:
+        """What is changed in oMLX now, in order: of one attribute, inner layers first."""
+        return [entry.change for entry in self._entries if entry.change is not None]
 
-    def undo(self, since: Mark | None = None) -> list[str]:
-        """Restore every original, or those since a mark.
+    def wrapped(self, since: int = 0) -> list[str]:
+        """Dotted names that are wrapped now, or were since a mark, in order."""
+        return [e.change.attribute for e in self._entries[since:] if isinstance(e, _Wrap)]
+
+    def undo(self, since: int = 0) -> list[str]:
+        """Take back every change, or those since a mark, newest first.
 
         Returns the names that another tool has wrapped meanwhile.
         """
-        kept = since or Mark(0, 0)
         left: list[str] = []
-        while len(self._undo_actions) > kept.actions:
-            self._undo_actions.pop()()
-        while len(self._entries) > kept.entries:
+        while len(self._entries) > since:
             entry = self._entries.pop()
-            if vars(entry.parent).get(entry.attribute, _MISSING) is not entry.ours:
+            if not entry.undo() and isinstance(entry, _Wrap):
                 left.append(entry.attribute)
-            elif entry.original is _MISSING:
-                delattr(entry.parent, entry.attribute)
-            else:
-                setattr(entry.parent, entry.attribute, entry.original)
         if left:
             logger.warning(
                 "admission: %s stays wrapped by another tool, not undone", ", ".join(left)
             )
         return left
+
+
+def named(function: Callable[..., Any]) -> str:
+    """A function of ours as it is shown; one that another one made, by its maker."""
+    module = function.__module__.removeprefix("omlx_admission.")
+    return f"{module}.{function.__qualname__.partition('.<locals>')[0]}"
+
+
+def _dotted(parent: Any, attribute: str) -> str:
+    if isinstance(parent, type):
+        return f"{parent.__module__}:{parent.__qualname__}.{attribute}"
+    return f"{parent.__name__}:{attribute}"
 
 
 def _bound_when_called(method: Any) -> Callable[..., Any]:

@@ -348,7 +348,7 @@ def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) 
     ledger.wrap(module, "EnginePool._mark_pending_unload_locked", pending.mark)
     ledger.wrap(module, "EnginePool.discover_models", hooks.discover)
     ledger.wrap(module, "EnginePool.shutdown", hooks.shutdown)
-    ledger.on_undo(gpu_jobs.executors.let_go)
+    gpu_jobs.executors.may_prepare(ledger)
     loads.apply(module, ledger)
     if not with_resident:
         ledger.wrap(module, f"EnginePool.{resident.release_name(module)}", hooks.release)

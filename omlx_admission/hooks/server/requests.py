@@ -27,4 +27,4 @@ def apply(module: Any, ledger: Ledger) -> None:
             m for m in app.user_middleware if m.cls is not RequestMiddleware
         ]
 
-    ledger.on_undo(remove)
+    ledger.changed(f"{SERVER}:app.user_middleware", RequestMiddleware.__name__, remove)

@@ -232,7 +232,8 @@ def _add_routes(module: Any, ledger: Ledger) -> None:
     def remove() -> None:
         known[:] = [route for route in known if route not in added]
 
-    ledger.on_undo(remove)
+    paths = ", ".join(route.path for route in added)
+    ledger.changed(f"{SERVER}:app.router.routes", paths, remove)
 
 
 def parts(part: Any) -> tuple[Any, ...]:
