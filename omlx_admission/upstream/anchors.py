@@ -32,6 +32,32 @@ def find(module: cst.Module, name: str) -> cst.FunctionDef | cst.ClassDef:
     return found
 
 
+def replace_definition(
+    module: cst.Module, name: str, new: Sequence[cst.BaseStatement]
+) -> cst.Module:
+    """Put statements in the place of the definition that :func:`find` finds.
+
+    Only what lies on the way to it is made anew: a module may have ten thousand lines.
+    """
+    way: list[cst.Module | cst.FunctionDef | cst.ClassDef] = [module]
+    parts = name.split(".")
+    for index in range(len(parts)):
+        way.append(find(module, ".".join(parts[: index + 1])))
+    put: list[cst.CSTNode] = list(new)
+    while len(way) > 1:
+        old = way.pop()
+        outer = way[-1]
+        block = outer if isinstance(outer, cst.Module) else outer.body
+        body: list[cst.CSTNode] = []
+        for statement in block.body:
+            body += put if statement is old else [statement]
+        block = block.with_changes(body=body)
+        put = [block if isinstance(outer, cst.Module) else outer.with_changes(body=block)]
+    (changed,) = put
+    assert isinstance(changed, cst.Module)
+    return changed
+
+
 def first_of(module: cst.Module, *names: str) -> str:
     """The first of these dotted names that is defined."""
     for name in names:

@@ -31,7 +31,7 @@ class Change:
 
     Attributes:
         name: its folder below ``patches/``.
-        title: subject of the commit: imperative, 72 characters at most.
+        title: subject of the commit, 72 characters at most: ``feat(pool): add ...``.
         message: body of the commit: the problem, the change, the effect.
         issues: numbers of oMLX's public issues that it is about.
         features: features of this package that it makes unnecessary; what their

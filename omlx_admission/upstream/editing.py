@@ -14,7 +14,12 @@ from typing import Any, cast
 import libcst as cst
 
 from omlx_admission.upstream import style
-from omlx_admission.upstream.anchors import docstring_length, function, squeezed
+from omlx_admission.upstream.anchors import (
+    docstring_length,
+    function,
+    replace_definition,
+    squeezed,
+)
 from omlx_admission.upstream.change import AnchorMissing
 
 Block = Sequence[cst.BaseStatement]
@@ -28,11 +33,9 @@ def change_function(
     change: Callable[[cst.FunctionDef], cst.FunctionDef | Sequence[cst.FunctionDef]],
 ) -> cst.Module:
     """Put the result of ``change`` in the place of a function or method."""
-    node = function(module, name)
-    result = change(node)
-    if isinstance(result, cst.FunctionDef):
-        return cast(cst.Module, module.deep_replace(node, result))
-    return cast(cst.Module, module.deep_replace(node, cst.FlattenSentinel(result)))
+    result = change(function(module, name))
+    new = [result] if isinstance(result, cst.FunctionDef) else list(result)
+    return replace_definition(module, name, new)
 
 
 def _depth(name: str) -> int:
@@ -88,18 +91,17 @@ def insert_before_statement(
     module: cst.Module, name: str, statement: str, code: str
 ) -> cst.Module:
     """Put statements before the one in the body of ``name`` whose code is ``statement``."""
-    wanted = re.sub(r"\s+", "", statement)
-    return _insert_beside(module, name, code, lambda s: _bare(s) == wanted, statement, 0)
+    return _insert_beside(module, name, code, _is(statement), statement, 0)
 
 
 def replace_statement(module: cst.Module, name: str, old: str, new: str) -> cst.Module:
     """Put other statements in the place of the one in the body of ``name`` that is ``old``."""
-    wanted = re.sub(r"\s+", "", old)
+    is_old = _is(old)
     fresh = style.statements(new, _depth(name))
 
     def change(node: cst.FunctionDef) -> cst.FunctionDef:
         body = _body(node)
-        places = [index for index, statement in enumerate(body) if _bare(statement) == wanted]
+        places = [index for index, statement in enumerate(body) if is_old(statement)]
         if len(places) != 1:
             raise AnchorMissing(f"{name}: {len(places)} times {old}, expected once")
         at = places[0]
@@ -107,6 +109,14 @@ def replace_statement(module: cst.Module, name: str, old: str, new: str) -> cst.
         return _with_body(node, [*body[:at], *fresh, *body[at + 1 :]])
 
     return change_function(module, name, change)
+
+
+def _is(code: str) -> Callable[[cst.BaseStatement], bool]:
+    """Whether a statement says ``code``. Only those of its kind are printed to compare."""
+    wanted = re.sub(r"\s+", "", code)
+    # As in a body: `return` and `await` stand in a function.
+    kind = type(cst.parse_statement(code))
+    return lambda statement: isinstance(statement, kind) and _bare(statement) == wanted
 
 
 def _bare(statement: cst.CSTNode) -> str:
@@ -200,7 +210,7 @@ def replace_expression(
     changed = node.visit(replacer)
     if replacer.found != count:
         raise AnchorMissing(f"{name}: {old} is there {replacer.found} times, expected {count}")
-    return cast(cst.Module, module.deep_replace(node, cast(cst.FunctionDef, changed)))
+    return replace_definition(module, name, [cast(cst.FunctionDef, changed)])
 
 
 class _Replacer(cst.CSTTransformer):
@@ -238,7 +248,7 @@ def _with_import(body: list[Any], code: str, depth: int) -> list[Any]:
     key = _import_key(new)
     if key is None:
         raise ValueError(f"{code!r} is no relative from-import")
-    if any(_bare(statement) == squeezed(new) for statement in body):
+    if any(_import_key(s) == key and _bare(s) == squeezed(new) for s in body):
         return body
     keys: dict[int, tuple[int, str]] = {}
     for index, statement in enumerate(body):

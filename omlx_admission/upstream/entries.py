@@ -11,7 +11,7 @@ from typing import cast
 import libcst as cst
 
 from omlx_admission.upstream import style
-from omlx_admission.upstream.anchors import find, squeezed
+from omlx_admission.upstream.anchors import find, replace_definition, squeezed
 from omlx_admission.upstream.change import AnchorMissing
 from omlx_admission.upstream.editing import add_import
 from omlx_admission.upstream.nested import change_functions
@@ -33,7 +33,7 @@ def insert_field(module: cst.Module, name: str, code: str) -> cst.Module:
     new = node.with_deep_changes(
         node.body, body=[*body[:at], *style.statements(code, 1), *body[at:]]
     )
-    return cast(cst.Module, module.deep_replace(node, new))
+    return replace_definition(module, name, [cast(cst.ClassDef, new)])
 
 
 class _Keyword(cst.CSTTransformer):

@@ -6,8 +6,8 @@ the edited one, or raises :class:`AnchorMissing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import libcst as cst
 
@@ -37,50 +37,66 @@ class _InBlocks(cst.CSTTransformer):
         return updated_node
 
 
-class _Functions(_InBlocks):
+class _Functions:
+    """Finds functions by walking through statements, never into expressions."""
+
     def __init__(self, name: str, change: Inside) -> None:
-        super().__init__()
         self._name = name.split(".")
         self._change = change
-        self._scope: list[str] = []
+        self.found = 0
 
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        self._scope.append(node.name.value)
+    def body(self, body: Sequence[Any], scope: list[str], depth: int) -> list[Any] | None:
+        """The statements changed; None where none of them is."""
+        new = [self._statement(statement, scope, depth) for statement in body]
+        if all(changed is old for changed, old in zip(new, body, strict=True)):
+            return None
+        return new
 
-    def leave_ClassDef(
-        self, original_node: cst.ClassDef, updated_node: cst.ClassDef
-    ) -> cst.ClassDef:
-        self._scope.pop()
-        return updated_node
+    def _statement(self, node: Any, scope: list[str], depth: int) -> Any:
+        if not isinstance(node, cst.BaseCompoundStatement):
+            return node
+        inner = scope
+        if isinstance(node, cst.FunctionDef | cst.ClassDef):
+            inner = [*scope, node.name.value]
+        node = self._within(node, inner, depth)
+        if isinstance(node, cst.FunctionDef) and inner[-len(self._name) :] == self._name:
+            self.found += 1
+            return self._change(node, depth)
+        return node
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        self._scope.append(node.name.value)
-
-    def leave_FunctionDef(
-        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
-    ) -> cst.FunctionDef:
-        here = self._scope[-len(self._name) :] == self._name
-        self._scope.pop()
-        if not here:
-            return updated_node
-        self.found += 1
-        return self._change(updated_node, self.depth)
+    def _within(self, node: Any, scope: list[str], depth: int) -> Any:
+        """``node`` with the blocks in it changed."""
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            part = getattr(node, field, None)
+            if isinstance(part, cst.IndentedBlock):
+                body = self.body(part.body, scope, depth + 1)
+                if body is not None:
+                    node = node.with_changes(**{field: part.with_changes(body=body)})
+            elif isinstance(part, Sequence):
+                parts = [self._within(one, scope, depth) for one in part]
+                if any(new is not old for new, old in zip(parts, part, strict=True)):
+                    node = node.with_changes(**{field: parts})
+            elif part is not None:
+                changed = self._within(part, scope, depth)
+                if changed is not part:
+                    node = node.with_changes(**{field: changed})
+        return node
 
 
 def change_functions(module: cst.Module, name: str, change: Inside) -> cst.Module:
     """Change every function, at any depth, whose dotted name ends with ``name``."""
-    visitor = _Functions(name, change)
-    changed = module.visit(visitor)
-    if not visitor.found:
+    walk = _Functions(name, change)
+    body = walk.body(module.body, [], 0)
+    if not walk.found:
         raise AnchorMissing(f"no function {name}")
-    return changed
+    return module if body is None else module.with_changes(body=body)
 
 
 def has_function(module: cst.Module, name: str) -> bool:
     """Whether there is a function, at any depth, whose dotted name ends with ``name``."""
-    visitor = _Functions(name, lambda node, _: node)
-    module.visit(visitor)
-    return visitor.found > 0
+    walk = _Functions(name, lambda node, _: node)
+    walk.body(module.body, [], 0)
+    return walk.found > 0
 
 
 def decorate_functions(module: cst.Module, name: str, decorator: str) -> cst.Module:

@@ -76,7 +76,8 @@ def imported(text: str, path: Path) -> Iterator[tuple[Path, ...]]:
 def add_middleware(module: cst.Module) -> cst.Module:
     """``server.py`` with the request middleware; as it is where it has it."""
     line = "app.add_middleware(RequestMiddleware)"
-    if any(anchors.squeezed(statement) == line for statement in module.body):
+    simple = (s for s in module.body if isinstance(s, cst.SimpleStatementLine))
+    if any(anchors.squeezed(statement) == line for statement in simple):
         return module
     module = editing.add_import(module, "from .admission.request import RequestMiddleware")
     return editing.insert_after_definition(module, "app", line)

@@ -74,13 +74,20 @@ class Step:
     line_length: int = style.DEFAULT_LINE_LENGTH
 
     def formatted(self) -> dict[str, bytes]:
-        """The files as they are to be written."""
-        return {
+        """The files as they are to be written.
+
+        Raises:
+            SyntaxError: an edit has put together what is no Python.
+        """
+        files = {
             path: style.formatted(content.decode(), self.line_length).encode()
             if path in self.new
             else content
             for path, content in self.files.items()
         }
+        for path, content in files.items():
+            compile(content, path, "exec")
+        return files
 
 
 def plan(root: Path, changes: Sequence[Change]) -> list[Step]:
@@ -115,11 +122,23 @@ def is_in(tree: Tree, change: Change) -> bool:
 # Pure, and asked again for the same: once to say what fits, once to make it.
 @cache
 def _edited(edit: Edit, content: bytes, _line_length: int) -> bytes:
-    try:
-        module = cst.parse_module(content)
-    except cst.ParserSyntaxError:
-        raise Refused("it cannot be parsed") from None
-    return edit(module).bytes
+    module = edit(_parsed(content))
+    edited = module.bytes
+    _modules[edited] = module
+    return edited
+
+
+def _parsed(content: bytes) -> cst.Module:
+    if content not in _modules:
+        try:
+            _modules[content] = cst.parse_module(content)
+        except cst.ParserSyntaxError:
+            raise Refused("it cannot be parsed") from None
+    return _modules[content]
+
+
+#: Parsed once: a file of oMLX may have ten thousand lines, and several edits.
+_modules: dict[bytes, cst.Module] = {}
 
 
 def _step(tree: Tree, change: Change) -> Step:
@@ -151,8 +170,6 @@ def _step(tree: Tree, change: Change) -> Step:
             raise Refused(f"{whole} is there already")
         files[whole] = test.read_bytes()
         new.add(whole)
-    for path, content in files.items():
-        compile(content, path, "exec")
     tree.lay(files)
     if not is_in(tree, change):
         raise Refused("the edited code does not hold what the change promises")

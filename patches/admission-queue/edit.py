@@ -8,7 +8,7 @@ from omlx_admission.upstream.change import Change
 
 CHANGE = Change(
     name="admission-queue",
-    title="Add a queue that decides which model is loaded next",
+    title="feat(pool): add a queue that decides which model is loaded next",
     message="""
 Nothing keeps the order of requests for models that are not loaded. Each tries
 for itself, and is refused while the loaded model has a request.

@@ -105,7 +105,7 @@ def cli(module: cst.Module) -> cst.Module:
 
 CHANGE = Change(
     name="drain-queue",
-    title="Queue requests for another model and drain the busy one",
+    title="feat(pool): queue requests for another model and drain the busy one",
     message="""
 When memory holds one model and two are asked for, the second request is refused
 while the first model has a request, and with traffic on both no request for the

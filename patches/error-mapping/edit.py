@@ -35,7 +35,7 @@ def server(module: cst.Module) -> cst.Module:
 
 CHANGE = Change(
     name="error-mapping",
-    title="Answer a passing memory shortage with 503 and Retry-After",
+    title="fix(server): answer a passing memory shortage with 503 and Retry-After",
     message="""
 One answer stands for two failures. A model that can never fit and one that
 does not fit until the busy model is done both end in 507, which tells clients

@@ -269,7 +269,7 @@ def test_settings(module: cst.Module) -> cst.Module:
 
 CHANGE = Change(
     name="gpu-turn",
-    title="Let engines take turns on the GPU (serialize_engine_gpu)",
+    title="feat(engine): let engines take turns on the GPU (serialize_engine_gpu)",
     message="""
 Each text engine has its own thread and Metal command queue, and the shared
 MLX thread has another, so several of them submit work at the same time.

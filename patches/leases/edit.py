@@ -41,7 +41,7 @@ def server(module: cst.Module) -> cst.Module:
 
 CHANGE = Change(
     name="leases",
-    title="Keep a model until the request that got it ends",
+    title="fix(pool): keep a model until the request that got it ends",
     message="""
 Speech, load and validation routes take no lease on the engine that they get.
 Between get_engine and the first use of the engine (an upload is read, a file is

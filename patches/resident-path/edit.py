@@ -153,7 +153,7 @@ def enforcer(module: cst.Module) -> cst.Module:
 
 CHANGE = Change(
     name="resident-path",
-    title="Hand out loaded engines without the pool lock",
+    title="fix(pool): hand out loaded engines without the pool lock",
     message="""
 EnginePool.get_engine and the release of a lease take the pool lock, which is
 held over every load and unload. A request for a model that is loaded waits

@@ -126,7 +126,7 @@ def dflash(module: cst.Module) -> cst.Module:
 
 CHANGE = Change(
     name="submissions-exit",
-    title="Exit once the GPU driver ignores all submissions",
+    title="fix(engine): exit once the GPU driver ignores all submissions",
     message="""
 After GPU errors the Metal driver may reject every command buffer of a
 process (kIOGPUCommandBufferCallbackErrorSubmissionsIgnored) until it ends.

@@ -74,10 +74,11 @@ def test_a_card_answers_what_a_maintainer_asks(change: Change) -> None:
 def test_a_commit_message_is_one_that_a_maintainer_would_take(change: Change) -> None:
     subject, empty, *body = change.commit_message().splitlines()
     assert len(subject) <= 72
-    assert subject[0].isupper()
-    assert not subject.endswith(".")
-    # Imperative: neither "Adds" nor "Added".
-    assert not re.search(r"(s|ed|ing)$", subject.split()[0])
+    # As most of oMLX's own are.
+    kind, word = re.fullmatch(r"(\w+\(\w+\)): ([a-z]+) .*[^.]", subject).groups()  # type: ignore[union-attr]
+    assert kind.partition("(")[0] in {"feat", "fix"}
+    # Imperative: neither "adds" nor "added".
+    assert not re.search(r"(s|ed|ing)$", word)
     assert empty == ""
     assert max(map(len, body)) <= 80
     assert body[-1] == "Refs: " + ", ".join(f"#{number}" for number in change.issues)
