@@ -1,1 +1,1 @@
-"""What people see: the command line, later status, metrics and the page."""
+"""What people see: the command line, status, metrics, the page and the demo."""

@@ -68,9 +68,9 @@ def test_a_job_of_the_table_is_held_and_drained(
     drained: list[bool] = []
     monkeypatch.setattr(gpu_hold, "drain", lambda *_, **__: drained.append(turn.held()))
     job = as_if_of(f"omlx.engine.{module}", name, lambda: turn.held())
-    gate = gpu_jobs.JOBS[module, name].gate
-    assert executor.submit(job).result(PATIENCE_S) is gate
-    assert drained == ([True] if gate else [])
+    whole = gpu_jobs.JOBS[module, name].whole
+    assert executor.submit(job).result(PATIENCE_S) is whole
+    assert drained == ([True] if whole else [])
     assert not turn.snapshot().holder
 
 

@@ -83,7 +83,7 @@ class Treatment:
 
     Attributes:
         site: its name in `hooks.gpu.sites`.
-        gate: the turn is taken round the whole job (else deeper inside it).
+        whole: the turn is taken round the whole job (else deeper inside it).
         optional: it runs without the turn rather than fail for want of it.
         answers: its caller waits for what the job itself delivers, not for its end, and
             would wait indefinitely for a job that never ran: after a wait to the limit it
@@ -93,7 +93,7 @@ class Treatment:
     """
 
     site: str
-    gate: bool = True
+    whole: bool = True
     optional: bool = False
     answers: bool = False
     steps: tuple[str, ...] = ()
@@ -109,9 +109,9 @@ _CLEAR = Treatment("cache clear", optional=True)
 
 #: (module's last part or None for any, function name) -> treatment.
 JOBS: dict[tuple[str | None, str], Treatment] = {
-    ("embedding", "_embed_sync"): Treatment("embedding", gate=False),
-    ("embedding", "_execute_microbatch"): Treatment("embedding", gate=False),
-    ("reranker", "_rerank_sync"): Treatment("reranker", gate=False),
+    ("embedding", "_embed_sync"): Treatment("embedding", whole=False),
+    ("embedding", "_execute_microbatch"): Treatment("embedding", whole=False),
+    ("reranker", "_rerank_sync"): Treatment("reranker", whole=False),
     ("tts", "_synthesize_sync"): Treatment("text to speech", items="generate"),
     ("tts", "_next_pcm_chunk"): Treatment("text to speech"),
     ("stt", "_transcribe_sync"): _SPEECH_TO_TEXT,
@@ -297,7 +297,7 @@ def drain_global() -> None:
 def take_turn(job: Job, call: Callable[[], Any]) -> Any:
     """The layer of the turn."""
     kind = job.treatment
-    if not kind.gate:
+    if not kind.whole:
         return call()
     if (kind.steps or kind.items) and job.model is not None:
         call = functools.partial(_with_pauses, job.model, kind, call)
