@@ -17,11 +17,12 @@ from typing import Any
 import wrapt
 
 from omlx_admission import settings as settings_module
-from omlx_admission.hooks.features import FEATURES, MODULES, PARTS, Feature, Part, Wanted
+from omlx_admission.hooks.features import FEATURES, MODULES, PARTS, Feature
 from omlx_admission.hooks.gpu import setting as gpu_setting
 from omlx_admission.hooks.gpu import sites as gpu_sites
 from omlx_admission.hooks.patching import gate
 from omlx_admission.hooks.patching.ledger import Change, Ledger
+from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.settings import Settings
 
 logger = logging.getLogger("omlx.admission")
@@ -96,7 +97,7 @@ def decide(source: Path | None = None, settings: Settings | None = None) -> Repo
 
 def _apply_dependencies(verdict: Verdict, states: dict[str, State]) -> None:
     """A feature that none of the required ones is there for could do nothing: say why."""
-    required = verdict.feature.requires_any
+    required = [feature.name for feature in verdict.feature.requires_any]
     if not required or any(states[name] is State.READY for name in required):
         return
     refused = any(states[name] is State.REFUSED for name in required)

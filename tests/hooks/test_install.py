@@ -8,19 +8,20 @@ import logging
 import shutil
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omlx_admission.hooks import install
-from omlx_admission.hooks.features import FEATURES, PARTS, Part
+from omlx_admission.hooks.features import FEATURES, PARTS
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
-from omlx_admission.hooks.gpu import turn as gpu_turn
 from omlx_admission.hooks.gpu import watch as gpu_watch
 from omlx_admission.hooks.install import State
 from omlx_admission.hooks.patching import gate
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.settings import Settings
 
 POOL_METHODS = (
@@ -34,9 +35,6 @@ POOL_METHODS = (
     "shutdown",
 )
 
-
-#: Rows of the register that do not apply the GPU turn.
-FOR_THE_POOL = tuple(part for part in PARTS if part.feature != "gpu_turn")
 
 _installers: list[install.Installer] = []
 
@@ -56,6 +54,11 @@ def installer(**values: Any) -> install.Installer:
     one = install.Installer(install.decide(settings=Settings(**values)))
     _installers.append(one)
     return one
+
+
+def parts_with(apply: Any, instead: Any) -> tuple[Part, ...]:
+    """The register with another function in the place of ``apply``."""
+    return tuple(replace(p, apply=instead) if p.apply is apply else p for p in PARTS)
 
 
 def wrapped(pool_class: type) -> set[str]:
@@ -160,7 +163,8 @@ def test_a_failing_part_takes_everything_back(
     from omlx_admission.hooks.pool import resident
 
     one = installer()
-    mocker.patch.object(resident, "apply_outer", side_effect=ZeroDivisionError)
+    failing = mocker.Mock(side_effect=ZeroDivisionError)
+    mocker.patch.object(install, "PARTS", parts_with(resident.apply_outer, failing))
     one.on_import(omlx.engine_pool)
     assert wrapped(pool_class) == set()
     assert one.report.verdict("resident").state is State.FAILED
@@ -180,14 +184,12 @@ def test_a_failing_optional_part_takes_back_what_it_has_done_itself(
     kept = dict(vars(omlx.models.embedding.MLXEmbeddingModel))
     undone: list[str] = []
 
-    def half(module: Any, ledger: Ledger) -> None:
+    def half(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
         ledger.on_undo(lambda: undone.append("it"))
         ledger.wrap(module, "MLXEmbeddingModel.embed", gpu_jobs.embed)
         ledger.wrap(module, "MLXEmbeddingModel.gone", gpu_jobs.embed)
 
-    mocker.patch.object(gpu_jobs, "apply_embedding", half)
-    parts = gpu_turn.parts(Part)
-    mocker.patch.object(install, "PARTS", (*FOR_THE_POOL, *parts))
+    mocker.patch.object(install, "PARTS", parts_with(gpu_jobs.apply_embedding, half))
     one = installer(serialize_engine_gpu=True)
     core = vars(omlx.engine_core.EngineCore)
     for module in (omlx.scheduler, omlx.engine_core, omlx.engine_pool, omlx.models.embedding):
@@ -231,14 +233,14 @@ def test_the_reason_of_a_failure_is_no_word_about_circular_imports(
 
     from omlx_admission.hooks.pool import resident
 
-    def outer(_module: Any, _ledger: Ledger) -> None:
+    def outer(_module: Any, _ledger: Ledger, _wanted: Wanted) -> None:
         spec = importlib.machinery.ModuleSpec("omlx.half", None)
         half = types.ModuleType("omlx.half")
         half.__spec__ = spec
         spec._initializing = True  # type: ignore[attr-defined]
         half.Gone  # noqa: B018
 
-    mocker.patch.object(resident, "apply_outer", outer)
+    mocker.patch.object(install, "PARTS", parts_with(resident.apply_outer, outer))
     one = installer()
     one.on_import(omlx.engine_pool)
     reason = "applying 'resident' raised AttributeError: omlx.half has no Gone"

@@ -17,6 +17,7 @@ from omlx_admission.gpu.turn import TurnAbandoned
 from omlx_admission.hooks.gpu import hold as gpu_hold
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 
 CORE = "omlx.engine_core"
 SCHEDULER = "omlx.scheduler"
@@ -259,7 +260,7 @@ def _leave(core: Any) -> _EngineState | None:
     return state
 
 
-def apply_core(module: Any, ledger: Ledger) -> None:
+def apply_core(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the engine core."""
     ledger.wrap(module, "EngineCore._step_burst", step_burst)
     ledger.wrap(module, "EngineCore.stop", stop)
@@ -276,11 +277,11 @@ def _is_async(method: Any) -> bool:
     return inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
 
 
-def apply_scheduler(module: Any, ledger: Ledger) -> None:
+def apply_scheduler(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the scheduler's clean-up."""
     ledger.wrap(module, "Scheduler.fail_all_requests", fail_all)
 
 
-def apply_vlm(module: Any, ledger: Ledger) -> None:
+def apply_vlm(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap vision encoding where this oMLX has it."""
     ledger.wrap_if_there(module, "VLMBatchedEngine._process_chat_messages", vision)

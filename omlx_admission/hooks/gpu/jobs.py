@@ -23,6 +23,7 @@ from omlx_admission.gpu.turn import TurnTimeout
 from omlx_admission.hooks.gpu import hold as gpu_hold
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger, named
+from omlx_admission.hooks.patching.part import Wanted
 
 logger = logging.getLogger("omlx.admission")
 
@@ -425,7 +426,7 @@ def diffusion_steps(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any
     return gpu_hold.YieldingIterator(wrapped(*args, **kwargs))
 
 
-def apply_core(module: Any, ledger: Ledger) -> None:
+def apply_core(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Take turns for the jobs of the global executor."""
     executors.add(module, ledger, take_turn)
     for kind in dict.fromkeys(JOBS.values()):
@@ -433,12 +434,12 @@ def apply_core(module: Any, ledger: Ledger) -> None:
             ledger.while_in_use(f"model of {kind.site}: {name}", named(_with_pauses))
 
 
-def apply_embedding(module: Any, ledger: Ledger) -> None:
+def apply_embedding(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the embedder's forward."""
     ledger.wrap_if_there(module, "MLXEmbeddingModel.embed", embed)
 
 
-def apply_reranker(module: Any, ledger: Ledger) -> None:
+def apply_reranker(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the reranker, and its forwards where it makes many."""
     for name, wrapper in (
         ("rerank", rerank),
@@ -449,11 +450,11 @@ def apply_reranker(module: Any, ledger: Ledger) -> None:
     ledger.while_in_use("model of reranker: model", named(_PausingModel))
 
 
-def apply_dflash(module: Any, ledger: Ledger) -> None:
+def apply_dflash(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Pause between the events of a DFlash generation."""
     ledger.wrap_if_there(module, "DFlashEngine._stream_dflash_events", dflash_events)
 
 
-def apply_diffusion(module: Any, ledger: Ledger) -> None:
+def apply_diffusion(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Pause between mlx-vlm's denoising steps."""
     ledger.wrap_if_there(module, "stream_diffusion_generate", diffusion_steps)

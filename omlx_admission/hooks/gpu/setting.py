@@ -18,6 +18,7 @@ from typing import Any
 from omlx_admission.core.variables import OFF_WORDS, ON_WORDS
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.settings import Settings
 
 MODULE = "omlx.settings"
@@ -121,7 +122,7 @@ def to_dict(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def apply(module: Any, ledger: Ledger) -> None:
+def apply(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Make oMLX's own settings object carry the key."""
     ledger.wrap(module, "SchedulerSettings.from_dict", from_dict)
     ledger.wrap(module, "SchedulerSettings.to_dict", to_dict)

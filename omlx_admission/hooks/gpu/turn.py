@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Part, Wanted
 
 #: A waiter gives up after this many times the limit at which a holder is reported: long
 #: enough for an unchunked prefill of minutes, which older releases run in one step.
@@ -16,7 +16,7 @@ GIVE_UP_TIMES = 10.0
 GIVE_UP_AT_LEAST_S = 300.0
 
 
-def apply_turn(_module: Any, ledger: Ledger, wanted: Any) -> None:
+def apply_turn(_module: Any, ledger: Ledger, wanted: Wanted) -> None:
     """Make the turn of this process, before anything can ask for it."""
     stuck_s = wanted.settings.gpu_stuck_s or float("inf")
     limit_s = max(GIVE_UP_AT_LEAST_S, GIVE_UP_TIMES * wanted.settings.gpu_stuck_s)
@@ -29,20 +29,14 @@ def apply_turn(_module: Any, ledger: Ledger, wanted: Any) -> None:
     ledger.on_undo(undo)
 
 
-def parts(part: Any) -> tuple[Any, ...]:
-    """The rows of `hooks.features.PARTS`."""
-
-    def row(module: str, apply: Callable[[Any, Ledger], None], optional: bool = False) -> Any:
-        return part("gpu_turn", module, lambda m, ledger, _w: apply(m, ledger), optional)
-
-    return (
-        row(gpu_engine.SCHEDULER, gpu_engine.apply_scheduler),
-        part("gpu_turn", gpu_engine.CORE, apply_turn),
-        row(gpu_engine.CORE, gpu_engine.apply_core),
-        row(gpu_engine.CORE, gpu_jobs.apply_core),
-        row(gpu_engine.VLM, gpu_engine.apply_vlm, optional=True),
-        row(gpu_jobs.EMBEDDING, gpu_jobs.apply_embedding, optional=True),
-        row(gpu_jobs.RERANKER, gpu_jobs.apply_reranker, optional=True),
-        row(gpu_jobs.DFLASH, gpu_jobs.apply_dflash, optional=True),
-        row(gpu_jobs.DIFFUSION, gpu_jobs.apply_diffusion, optional=True),
-    )
+PARTS = (
+    Part(gpu_engine.SCHEDULER, gpu_engine.apply_scheduler),
+    Part(gpu_engine.CORE, apply_turn),
+    Part(gpu_engine.CORE, gpu_engine.apply_core),
+    Part(gpu_engine.CORE, gpu_jobs.apply_core),
+    Part(gpu_engine.VLM, gpu_engine.apply_vlm, optional=True),
+    Part(gpu_jobs.EMBEDDING, gpu_jobs.apply_embedding, optional=True),
+    Part(gpu_jobs.RERANKER, gpu_jobs.apply_reranker, optional=True),
+    Part(gpu_jobs.DFLASH, gpu_jobs.apply_dflash, optional=True),
+    Part(gpu_jobs.DIFFUSION, gpu_jobs.apply_diffusion, optional=True),
+)

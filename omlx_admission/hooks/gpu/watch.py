@@ -27,6 +27,7 @@ from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.gpu import native as gpu_native
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Part, Wanted
 
 SERVER = "omlx.server"
 POOL = "omlx.engine_pool"
@@ -296,7 +297,7 @@ def versions() -> Versions:
 # --- applying ------------------------------------------------------------------------------
 
 
-def apply_core(module: Any, ledger: Ledger) -> None:
+def apply_core(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Watch engines, the global executor, and MLX's own synchronise."""
     ledger.wrap(module, "EngineCore._step_burst", step_burst)
     ledger.wrap(module, "EngineCore._reap_orphaned_collectors", sweep)
@@ -308,32 +309,32 @@ def apply_core(module: Any, ledger: Ledger) -> None:
     ledger.on_undo(lambda: setattr(watch, "turn", ours))
 
 
-def apply_scheduler(module: Any, ledger: Ledger) -> None:
+def apply_scheduler(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Watch the clean-up."""
     ledger.wrap(module, "Scheduler.fail_all_requests", fail_all)
 
 
-def apply_vlm(module: Any, ledger: Ledger) -> None:
+def apply_vlm(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Watch vision encoding."""
     ledger.wrap_if_there(module, "VLMBatchedEngine._process_chat_messages", vision)
 
 
-def apply_server(module: Any, ledger: Ledger) -> None:
+def apply_server(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Begin the ledger when the server is set up."""
     ledger.wrap(module, "init_server", init_server)
 
 
-def apply_pool(module: Any, ledger: Ledger) -> None:
+def apply_pool(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """End the ledger's line when the server ends."""
     ledger.wrap(module, "EnginePool.shutdown", shutdown)
 
 
-def apply_mtp(module: Any, ledger: Ledger) -> None:
+def apply_mtp(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Show reconcile replays without DEBUG."""
     ledger.wrap_if_there(module, "_reconcile_mtp_to_standard", reconcile)
 
 
-def apply_exit(_module: Any, ledger: Ledger) -> None:
+def apply_exit(_module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """End a process that the driver ignores, the way oMLX ends itself."""
 
     def leave(reason: str) -> None:
@@ -349,34 +350,16 @@ def apply_exit(_module: Any, ledger: Ledger) -> None:
     ledger.on_undo(undo)
 
 
-def parts(part: Any) -> tuple[Any, ...]:
-    """The rows of `hooks.features.PARTS`, for both features that watch.
-
-    They want the same wrappers; where both are on, the first one's do for both.
-    """
-
-    def row(
-        feature: str, module: str, apply: Callable[[Any, Ledger], None], optional: bool = False
-    ) -> Any:
-        def once(m: Any, ledger: Ledger, wanted: Any) -> None:
-            if feature == "exposure" or "exposure" not in wanted.features:
-                apply(m, ledger)
-
-        return part(feature, module, once, optional)
-
-    rows = [
-        row(feature, module, apply, optional)
-        for feature in ("exposure", "gpu_lockout")
-        for module, apply, optional in (
-            (gpu_engine.SCHEDULER, apply_scheduler, False),
-            (gpu_engine.CORE, apply_core, False),
-            (gpu_engine.VLM, apply_vlm, True),
-        )
-    ]
-    rows.append(part("exposure", SERVER, lambda m, ledger, _w: apply_server(m, ledger)))
-    rows.append(part("exposure", POOL, lambda m, ledger, _w: apply_pool(m, ledger)))
-    rows.append(part("exposure", MTP, lambda m, ledger, _w: apply_mtp(m, ledger), True))
-    rows.append(
-        part("gpu_lockout", gpu_engine.CORE, lambda m, ledger, _w: apply_exit(m, ledger))
-    )
-    return tuple(rows)
+#: What both features that watch want wrapped: where both are on, by the first one.
+FAULT_PARTS = (
+    Part(gpu_engine.SCHEDULER, apply_scheduler),
+    Part(gpu_engine.CORE, apply_core),
+    Part(gpu_engine.VLM, apply_vlm, optional=True),
+)
+EXPOSURE_PARTS = (
+    *FAULT_PARTS,
+    Part(SERVER, apply_server),
+    Part(POOL, apply_pool),
+    Part(MTP, apply_mtp, optional=True),
+)
+LOCKOUT_PARTS = (Part(gpu_engine.CORE, apply_exit),)

@@ -25,6 +25,7 @@ from omlx_admission.core.pool.engines import lives
 from omlx_admission.core.refusal import Refusal
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.hooks.pool.engines import ABORT
 from omlx_admission.hooks.pool.state import pools, state_of
 from omlx_admission.observation import observe
@@ -148,7 +149,7 @@ def problems() -> Iterable[observe.Problem]:
             yield observe.Problem("engine", model, now - since, None, text, logged=True)
 
 
-def apply(module: Any, ledger: Ledger) -> None:
+def apply(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the loop of text and vision engines."""
     ledger.wrap(module, "EngineCore._engine_loop", engine_loop)
     ledger.on_undo(observe.observer.register_check(problems))

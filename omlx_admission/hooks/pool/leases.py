@@ -14,6 +14,7 @@ from omlx_admission.core import request as requests
 from omlx_admission.core.pool import holding
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 
 _keeping = False
 
@@ -58,8 +59,13 @@ async def unload_by_holder(wrapped: Any, _pool: Any, args: Any, kwargs: Any) -> 
     return await wrapped(*args, **kwargs)
 
 
-def apply(module: Any, ledger: Ledger) -> None:
-    """Switch :func:`keep` on; it acts within the resident path and the queue."""
+def apply(module: Any, ledger: Ledger, wanted: Wanted) -> None:
+    """Switch :func:`keep` on; it acts within the resident path and the queue.
+
+    Hand-outs are kept also where oMLX keeps its own (the feature is native).
+    """
+    if not wanted.settings.leases:
+        return
     for name in _UNLOADS:
         method = vars(module.EnginePool).get(name)
         # More than one feature keeps what it hands out.

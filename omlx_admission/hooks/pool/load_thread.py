@@ -26,6 +26,7 @@ from typing import Any
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Part, Wanted
 
 BATCHED = "omlx.engine.batched"
 VLM = "omlx.engine.vlm"
@@ -140,13 +141,11 @@ def _tidy() -> None:
         clear()
 
 
-def apply(module: Any, ledger: Ledger) -> None:
+def apply(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Send loads to a thread of their own."""
     thread = LoadThread()
     gpu_jobs.executors.send(module, ledger, thread.route)
     ledger.on_undo(thread.stop)
 
 
-def parts(part: Any) -> tuple[Any, ...]:
-    """The rows of `hooks.features.PARTS`."""
-    return (part("load_thread", gpu_jobs.CORE, lambda m, ledger, _w: apply(m, ledger)),)
+PARTS = (Part(gpu_jobs.CORE, apply),)

@@ -20,6 +20,7 @@ from omlx_admission.core import faults
 from omlx_admission.core import request as requests
 from omlx_admission.core.quiesce import Quiesce
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.hooks.pool import unloads, unlocked
 from omlx_admission.hooks.pool.state import PoolState, state_of, unloading_models
 
@@ -133,6 +134,6 @@ def _admin_pool() -> Any:
     return routes._get_engine_pool() if routes._get_engine_pool else None
 
 
-def apply(module: Any, ledger: Ledger) -> None:
+def apply(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the change of model folders."""
     ledger.wrap(module, "_apply_model_dirs_runtime", change_model_dirs)

@@ -25,6 +25,7 @@ from omlx_admission.core.uninterrupted import to_its_end
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.hooks.pool import engines, resident
 
 BATCHED = "omlx.engine.batched"
@@ -170,31 +171,25 @@ async def add_request(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     return await wrapped(*args, **kwargs)
 
 
-def apply_core(module: Any, ledger: Ledger) -> None:
+def apply_core(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the queue's entrance."""
     ledger.wrap(module, "EngineCore.add_request", add_request)
 
 
-def apply_batched(module: Any, ledger: Ledger) -> None:
+def apply_batched(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap text engines."""
     ledger.wrap(module, "BatchedEngine.start", start)
     ledger.wrap(module, "BatchedEngine.stop", stop)
 
 
-def apply_vlm(module: Any, ledger: Ledger) -> None:
+def apply_vlm(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap vision engines."""
     ledger.wrap(module, "VLMBatchedEngine.start", start)
     ledger.wrap(module, "VLMBatchedEngine.stop", stop)
 
 
-def parts(part: Any) -> tuple[Any, ...]:
-    """The rows of `hooks.features.PARTS`; nothing where the resident path is not there."""
-
-    def row(module: str, apply: Any) -> Any:
-        def with_mark(m: Any, ledger: Ledger, wanted: Any) -> None:
-            if "resident" in wanted.features:
-                apply(m, ledger)
-
-        return part("off_loop_close", module, with_mark, module == VLM)
-
-    return (row(CORE, apply_core), row(BATCHED, apply_batched), row(VLM, apply_vlm))
+PARTS = (
+    Part(CORE, apply_core),
+    Part(BATCHED, apply_batched),
+    Part(VLM, apply_vlm, optional=True),
+)

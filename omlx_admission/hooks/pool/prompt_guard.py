@@ -21,6 +21,7 @@ from omlx_admission.core.pool import ceiling as ceilings
 from omlx_admission.core.refusal import Refusal, retry_after
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.hooks.pool import ceiling
 from omlx_admission.hooks.pool.state import pools, state_of
 from omlx_admission.settings import Settings
@@ -212,34 +213,25 @@ async def marked(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
         raise
 
 
-def parts(part: Any) -> tuple[Any, ...]:
-    """The rows of `hooks.features.PARTS`."""
-
-    def row(module: str, apply: Callable[..., None]) -> Any:
-        def with_settings(m: Any, ledger: Ledger, wanted: Any) -> None:
-            apply(m, ledger, wanted.settings)
-
-        return part("prompt_guard", module, with_settings, module == VLM)
-
-    return (
-        row(SERVER, apply_server),
-        row(CORE, apply_core),
-        row(BATCHED, apply_engine),
-        row(VLM, apply_engine),
-    )
-
-
-def apply_engine(module: Any, ledger: Ledger, settings: Settings) -> None:
+def apply_engine(module: Any, ledger: Ledger, wanted: Wanted) -> None:
     """Wrap the check of one kind of engine."""
     name = ENGINES[module.__name__]
-    ledger.wrap_if_there(module, f"{name}.{_CHECK}", PromptGuard(settings).check)
+    ledger.wrap_if_there(module, f"{name}.{_CHECK}", PromptGuard(wanted.settings).check)
 
 
-def apply_server(module: Any, ledger: Ledger, _settings: Settings) -> None:
+def apply_server(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap what ends a request whose model has to leave."""
     ledger.wrap_if_there(module, _MARKED, marked)
 
 
-def apply_core(module: Any, ledger: Ledger, _settings: Settings) -> None:
+def apply_core(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap what makes an error of an output."""
     ledger.wrap(module, "_raise_request_output_error", ended)
+
+
+PARTS = (
+    Part(SERVER, apply_server),
+    Part(CORE, apply_core),
+    Part(BATCHED, apply_engine),
+    Part(VLM, apply_engine, optional=True),
+)

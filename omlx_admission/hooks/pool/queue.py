@@ -33,6 +33,7 @@ from omlx_admission.core.queue import QueueBroken
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.hooks.pool import (
     books,
     exceptions,
@@ -330,15 +331,15 @@ def _count_waits(ledger: Ledger) -> None:
     ledger.on_undo(off)
 
 
-def apply_uvicorn(module: Any, ledger: Ledger) -> None:
+def apply_uvicorn(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the shutdown of the HTTP server that oMLX runs in."""
     if inspect.iscoroutinefunction(getattr(module.Server, "shutdown", None)):
         ledger.wrap(module, "Server.shutdown", server_shutdown)
 
 
-def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) -> None:
+def apply(module: Any, ledger: Ledger, wanted: Wanted) -> None:
     """Wrap the pool. With the resident path on, release and unload tell the queue already."""
-    hooks = QueueHooks(module, settings)
+    hooks = QueueHooks(module, wanted.settings)
     places.apply(ledger)
     _count_waits(ledger)
     ledger.wrap(module, "EnginePool.get_engine", hooks.get_engine)
@@ -350,6 +351,6 @@ def apply(module: Any, ledger: Ledger, settings: Settings, with_resident: bool) 
     ledger.wrap(module, "EnginePool.shutdown", hooks.shutdown)
     gpu_jobs.executors.may_prepare(ledger)
     loads.apply(module, ledger)
-    if not with_resident:
+    if not resident.marks():
         ledger.wrap(module, f"EnginePool.{resident.release_name(module)}", hooks.release)
         ledger.wrap(module, "EnginePool._unload_engine", hooks.unload)

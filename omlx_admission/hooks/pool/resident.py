@@ -21,6 +21,7 @@ from omlx_admission.core.pool.engines import lives
 from omlx_admission.core.uninterrupted import to_its_end
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.hooks.pool import books, dead, engines, leases, places, stalled, unlocked
 from omlx_admission.hooks.pool.state import PoolState, Verified, marked_by_us, state_of
 
@@ -319,6 +320,11 @@ def give_back(pool: Any, model_id: str, held: Callable[[], Any] | None) -> None:
         admission.released(model_id)
 
 
+def marks() -> bool:
+    """Whether the resident path is applied, which marks teardowns and tells of releases."""
+    return _marks
+
+
 def lock_of(pool: Any) -> contextlib.AbstractAsyncContextManager[Any]:
     """What an unload of an idle model has to hold: nothing, where teardowns are marked.
 
@@ -474,7 +480,7 @@ async def _tear_down(
         state.changed()
 
 
-def apply_inner(module: Any, ledger: Ledger) -> None:
+def apply_inner(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap what lies below the queue: teardown, release, and the check against both."""
     global _marks, _vlm_engine
     _vlm_engine = getattr(module, "VLMBatchedEngine", None)
@@ -493,6 +499,6 @@ def _marks_end() -> None:
     _marks = False
 
 
-def apply_outer(module: Any, ledger: Ledger) -> None:
+def apply_outer(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap ``get_engine`` outermost: a resident model meets nothing else on its way."""
     ledger.wrap(module, "EnginePool.get_engine", get_engine, seldom=True)

@@ -38,6 +38,7 @@ from omlx_admission.core.queue import Admission
 from omlx_admission.core.quiesce import Ended, Quiesce
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.hooks.pool import engines, resident, stalled, unload_modes
 from omlx_admission.hooks.pool.state import (
     UNLOAD_REASON,
@@ -372,7 +373,7 @@ def _withdraw(plan: PlannedUnload, quiesce: Quiesce) -> None:
     admission.changed()
 
 
-def apply(module: Any, ledger: Ledger) -> None:
+def apply(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the pool, outside of the wrappers that mark a teardown and join it."""
     ledger.wrap(module, "EnginePool._unload_engine", unload)
     ledger.wrap(module, "EnginePool.get_entry", get_entry)

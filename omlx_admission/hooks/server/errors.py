@@ -12,6 +12,7 @@ from typing import Any
 from omlx_admission.core.pool import errors
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.hooks.pool import ceiling, exceptions, resident
 from omlx_admission.hooks.server import requests as requests_hook
 
@@ -47,6 +48,6 @@ def remember(pool: Any, error: Exception) -> None:
     errors.remember(theirs, pool, error)
 
 
-def apply_pool(module: Any, ledger: Ledger) -> None:
+def apply_pool(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap ``get_engine`` innermost."""
     ledger.wrap(module, "EnginePool.get_engine", get_engine)

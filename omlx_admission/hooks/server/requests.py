@@ -7,13 +7,14 @@ from typing import Any
 from omlx_admission.core.request import RequestMiddleware
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 
 SERVER = "omlx.server"
 
 NEEDS = (Need(SERVER, "app", Kind.VALUE),)
 
 
-def apply(module: Any, ledger: Ledger) -> None:
+def apply(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Put the middleware into the application, whose stack is not built yet.
 
     Raises:

@@ -15,6 +15,7 @@ from omlx_admission.core import faults, stream_hold
 from omlx_admission.core import request as requests
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.hooks.server import requests as requests_hook
 
 SERVER = requests_hook.SERVER
@@ -78,15 +79,17 @@ def new_id(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
-def apply(module: Any, ledger: Ledger, after_s: float) -> None:
-    """Keep streams alive that have waited ``after_s`` seconds."""
+def apply(module: Any, ledger: Ledger, wanted: Wanted) -> None:
+    """Keep streams alive that have waited long."""
     # Here and not above: a process that serves nothing has no Starlette.
     import omlx.api.shared_models
     import starlette.requests
 
     ledger.wrap(omlx.api.shared_models, "generate_id", new_id)
     ledger.wrap(starlette.requests, "Request.json", body)
-    stream_hold.rule = stream_hold.Rule(after_s, partial(keepalive, module))
+    stream_hold.rule = stream_hold.Rule(
+        wanted.settings.stream_hold_s, partial(keepalive, module)
+    )
 
     def remove() -> None:
         stream_hold.rule = None

@@ -13,6 +13,7 @@ from omlx_admission.core import faults
 from omlx_admission.core.policy.estimates import Estimates
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.hooks.pool import resident
 from omlx_admission.hooks.pool.port import VIEW_NEEDS, OmlxPool
 from omlx_admission.hooks.pool.state import state_of
@@ -188,13 +189,13 @@ def init_server(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def apply_pool(module: Any, ledger: Ledger) -> None:
+def apply_pool(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap what loads and unloads, innermost."""
     ledger.wrap(module, "EnginePool._load_engine", load)
     ledger.wrap(module, "EnginePool._unload_engine", unload)
 
 
-def apply_server(module: Any, ledger: Ledger, wanted: Any) -> None:
+def apply_server(module: Any, ledger: Ledger, wanted: Wanted) -> None:
     """Add the routes and begin to watch.
 
     A fault in here costs the routes, not the other features: nothing depends on them.
@@ -236,9 +237,5 @@ def _add_routes(module: Any, ledger: Ledger) -> None:
     ledger.changed(f"{SERVER}:app.router.routes", paths, remove)
 
 
-def parts(part: Any) -> tuple[Any, ...]:
-    """The rows of `hooks.features.PARTS` that go first."""
-    return (
-        part("surfaces", POOL, lambda m, ledger, _w: apply_pool(m, ledger)),
-        part("surfaces", SERVER, apply_server),
-    )
+#: They go first, innermost of all.
+PARTS = (Part(POOL, apply_pool), Part(SERVER, apply_server))
