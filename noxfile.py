@@ -45,9 +45,9 @@ SUITE = (
     "test_embedding",
 )
 
-#: More than there are cores: most of the time is spent waiting for servers. A file stays
-#: together.
-PYTEST = ("pytest", f"--numprocesses={2 * (os.cpu_count() or 1)}", "--dist=loadfile")
+#: More than there are cores, up to what memory is sure to hold: most of the time is spent
+#: waiting for servers. A file stays together.
+PYTEST = ("pytest", f"--numprocesses={min(8, 2 * (os.cpu_count() or 1))}", "--dist=loadfile")
 
 _PYENV = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
 #: A distribution's own 3.11, and the newest Python that is supported.

@@ -85,6 +85,8 @@ async def raw(server: Server, path: str, headers: dict[str, str]) -> Seen:
     except httpx.ReadTimeout:
         outcome = "ReadTimeout"
     count = len(re.findall(r'"model":"keepalive"|event: ping|^: keep-alive', text, re.M))
+    # Of a response each is one event more that it is in progress; its own is the last.
+    count += max(0, text.count("event: response.in_progress") - 1)
     return Seen(outcome, time.monotonic() - started, silence, count)
 
 
