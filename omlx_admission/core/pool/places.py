@@ -23,7 +23,8 @@ _FEWEST = places_for(1)
 def slots(engine: Any) -> int | None:
     """How many requests ``engine`` runs at once; None where it has no such scheduler."""
     try:  # on the way of each request, where a default at each step takes twice as long
-        scheduler = engine._engine.engine.scheduler
+        core = engine._engine.engine
+        scheduler = core.scheduler
         count = scheduler.config.max_num_seqs
     except AttributeError:
         return None
