@@ -19,7 +19,7 @@ from typing import Any
 import wrapt
 
 from benchmarks.loop_probe import Lines
-from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.surfaces.demo import launch
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.arguments import checkout
-from omlx_admission.gpu.turn import GpuTurn, Span
+from omlx_admission.gpu_turn.turn import GpuTurn, Span
 from omlx_admission.surfaces.demo.client import Answer, Client
 from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels

@@ -22,7 +22,7 @@ LICENSE = "# SPDX-License-Identifier: Apache-2.0\n"
 _ROOT = Path(omlx_admission.__file__).parent
 
 #: Our folders to theirs.
-FOLDERS = {"admission": _ROOT / "core"}
+FOLDERS = {"admission": _ROOT / "core", "gpu_turn": _ROOT / "gpu_turn"}
 
 
 def copied(folder: str, *names: str) -> dict[str, Make]:

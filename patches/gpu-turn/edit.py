@@ -1,4 +1,4 @@
-"""Engines take a process-wide turn on the GPU; ``new/`` and our turn make the package."""
+"""Engines take a process-wide turn on the GPU; ``new/`` says where."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from pathlib import Path
 
 import libcst as cst
 
-from omlx_admission.upstream import entries, nested, style
+from omlx_admission.upstream import entries, nested, package
 from omlx_admission.upstream.anchors import find, has
-from omlx_admission.upstream.change import Change, Edit, Make
+from omlx_admission.upstream.change import Change, Edit
 from omlx_admission.upstream.editing import decorate, insert_first
-from omlx_admission.upstream.transplant import LICENSE, Recipe, transplant
-
-HERE = Path(__file__).parent
 
 FIELD = """
 # When True, one engine at a time has the GPU, first come first served.
@@ -20,100 +17,6 @@ FIELD = """
 # Read at start; OMLX_SERIALIZE_ENGINE_GPU goes before it.
 serialize_engine_gpu: bool = False
 """
-
-
-# --- what is added ------------------------------------------------------------------------
-
-
-def _queue() -> str:
-    recipe = Recipe("gpu.policy.turn", text={"`gpu.turn` adds": "`turn` adds"})
-    return transplant(recipe, {})
-
-
-def _turn() -> str:
-    """Our turn, without what only our status page and benchmarks use."""
-    recipe = Recipe(
-        "gpu.turn",
-        rewrite={
-            "self.observer: Callable[[Span], None] | None = None": None,
-            "span = self._pass_on(ticket)": "self._pass_on(ticket)",
-            """
-            if self.observer is not None:
-                try:
-                    self.observer(span)
-                except Exception:
-                    logger.exception("admission: the observer of GPU turns failed")
-            """: None,
-        },
-        text={
-            'getLogger("omlx.admission")': "getLogger(__name__)",
-            '"admission: ': '"',
-            "remembered for the status page": "remembered for the status",
-            "dangerous ones of the package. oMLX closes an\nengine": (
-                "dangerous ones. oMLX closes an\nengine"
-            ),
-        },
-    )
-    return transplant(recipe, {"gpu.policy.turn": "queue"})
-
-
-def _holding() -> str:
-    """What our hooks hold, without our count of faults: the error says enough here."""
-    recipe = Recipe(
-        "hooks.gpu.hold",
-        drop=("held",),
-        rewrite={
-            "import mlx.core as mx": None,
-            """
-            try:
-                return turn.acquire(name, site, **acquire)
-            except (TurnAbandoned, TurnTimeout):
-                if not optional:
-                    raise
-            except Exception as error:
-                faults.note("the GPU turn", error)
-            """: """
-            try:
-                return turn.acquire(name, site, **acquire)
-            except (TurnAbandoned, TurnTimeout):
-                if not optional:
-                    raise
-            """,
-            """
-            try:
-                yield
-            except BaseException as error:
-                watch.saw(error, name)
-                drain_after_error(drain_now, name)
-                raise
-            """: """
-            try:
-                yield
-            except BaseException:
-                drain_after_error(drain_now, name)
-                raise
-            """,
-            """
-            try:
-                drain_now()
-            except BaseException as error:
-                watch.saw(error, name)
-                raise
-            """: "drain_now()",
-        },
-        imports="import mlx.core as mx\n",
-        text={
-            'getLogger("omlx.admission")': "getLogger(__name__)",
-            '"admission: draining': '"Draining',
-            "a piece of oMLX's GPU work": "a piece of GPU work",
-            "it runs as stock would": "it runs without",
-        },
-    )
-    return transplant(recipe, {"gpu.turn": "turn"})
-
-
-def _new(name: str) -> Make:
-    return lambda: style.file(LICENSE + HERE.joinpath("new", name).read_text("utf-8"))
 
 
 def _imported(module: cst.Module, place: str) -> cst.Module:
@@ -299,10 +202,7 @@ hands over. Off by default; off, nothing is taken.
     optional=frozenset({"engine/dflash.py"}),
     test_edits={"test_settings.py": test_settings},
     modules={
-        "gpu_turn/__init__.py": _new("__init__.py"),
-        "gpu_turn/queue.py": _queue,
-        "gpu_turn/turn.py": _turn,
-        "gpu_turn/holding.py": _holding,
-        "gpu_turn/sites.py": _new("sites.py"),
+        **package.copied("gpu_turn"),
+        **package.added(Path(__file__).parent / "new", "gpu_turn"),
     },
 )

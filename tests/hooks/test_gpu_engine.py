@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.gpu.watch import watch
+from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu import engine as gpu_engine
-from omlx_admission.hooks.gpu import hold as gpu_hold
+from omlx_admission.hooks.gpu.hold import holding as gpu_hold
 
 from .conftest import run
 from .gpu_rig import Gate, Model, fake_scheduler, installed

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import standin
-from omlx_admission.gpu import turn as gpu_turn
 from omlx_admission.gpu.watch import watch
-from omlx_admission.hooks.gpu import hold as gpu_hold
+from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.gpu import sites as gpu_sites
+from omlx_admission.hooks.gpu.hold import holding as gpu_hold
 from omlx_admission.hooks.install import decide
 from omlx_admission.hooks.patching.gate import Source, find
 from omlx_admission.settings import Settings

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.gpu import turn as gpu_turn
-from omlx_admission.gpu.turn import GpuTurn
 from omlx_admission.gpu.watch import watch
+from omlx_admission.gpu_turn import turn as gpu_turn
+from omlx_admission.gpu_turn.turn import GpuTurn
 from omlx_admission.hooks.gpu import native as gpu_native
 from omlx_admission.hooks.gpu import watch as gpu_watch
 from omlx_admission.hooks.server import surface_sections

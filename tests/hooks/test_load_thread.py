@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.patching.gate import find
 from omlx_admission.hooks.pool import load_thread

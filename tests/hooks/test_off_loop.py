@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.pool import off_loop
 
 from .conftest import run, until

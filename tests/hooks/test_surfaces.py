@@ -283,7 +283,7 @@ def test_a_drain_that_hangs_is_told(
 def test_a_turn_that_hangs_is_told_without_its_stack(
     seen: Observer, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from omlx_admission.gpu import turn as gpu_turn
+    from omlx_admission.gpu_turn import turn as gpu_turn
     from omlx_admission.hooks.server import surface_sections
 
     now = 100.0

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.gpu import turn as gpu_turn
-from omlx_admission.gpu.turn import GpuTurn, Hold, TurnAbandoned, TurnTimeout
+from omlx_admission.gpu_turn import turn as gpu_turn
+from omlx_admission.gpu_turn.turn import GpuTurn, Hold, TurnAbandoned, TurnTimeout
 
 PATIENCE_S = 20.0  # no outcome depends on it: a test that needs it has failed
 

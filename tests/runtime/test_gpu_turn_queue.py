@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from omlx_admission.gpu.policy.turn import TurnError, TurnQueue
+from omlx_admission.gpu_turn.queue import TurnError, TurnQueue
 
 
 class Ticket:

@@ -200,7 +200,7 @@ def test_a_model_name_cannot_break_the_format() -> None:
 
 
 def test_the_real_sections_fit(mocker: Any) -> None:
-    from omlx_admission.gpu import turn as gpu_turn
+    from omlx_admission.gpu_turn import turn as gpu_turn
     from omlx_admission.hooks.server import surface_sections
 
     turn = gpu_turn.GpuTurn()

@@ -12,9 +12,9 @@ import os
 import sys
 from typing import Any
 
-from omlx_admission.gpu import turn as gpu_turn
-from omlx_admission.gpu.turn import TurnAbandoned
-from omlx_admission.hooks.gpu import hold as gpu_hold
+from omlx_admission.gpu_turn import turn as gpu_turn
+from omlx_admission.gpu_turn.turn import TurnAbandoned
+from omlx_admission.hooks.gpu.hold import holding as gpu_hold
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from omlx_admission.core import faults, load_work
-from omlx_admission.gpu.turn import TurnTimeout
-from omlx_admission.hooks.gpu import hold as gpu_hold
+from omlx_admission.gpu_turn.turn import TurnTimeout
+from omlx_admission.hooks.gpu.hold import holding as gpu_hold
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger, named
 from omlx_admission.hooks.patching.part import Wanted

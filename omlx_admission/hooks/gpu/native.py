@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu_turn import turn as gpu_turn
 
 #: Made of our own turn (``patches/gpu-turn``), so it answers the same questions.
 MODULE = "omlx.gpu_turn.turn"

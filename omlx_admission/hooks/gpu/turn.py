@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omlx_admission.gpu import turn as gpu_turn
+from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.patching.ledger import Ledger

@@ -1,6 +1,6 @@
 """The GPU turn: one thread's work on the GPU at a time, handed over first come, first served.
 
-The waits of this module are the dangerous ones of the package. oMLX closes an
+The waits of this module are the dangerous ones. oMLX closes an
 engine by blocking its event loop on the engine's thread and ends the process
 after 60 s, so a thread that waits here must leave at once when its engine
 closes (`GpuTurn.abandon`), and no wait is without a limit. Nothing here needs
@@ -22,14 +22,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from omlx_admission.gpu.policy.turn import TurnQueue
+from .queue import TurnQueue
 
-logger = logging.getLogger("omlx.admission")
+logger = logging.getLogger("omlx.gpu_turn")
 
 #: Seconds between two looks of a waiter at its engine, the holder and the clock, and
 #: between two calls of its ``alive``. oMLX forgets a decoding engine after 2.5 s.
 LOOK_S = 0.5
-#: Turns remembered for the status page.
+#: Turns remembered for the status.
 RECENT = 256
 
 
@@ -285,7 +285,7 @@ class GpuTurn:
                     alive()
                 except Exception:
                     alive = None
-                    logger.debug("admission: a waiter cannot say it is alive", exc_info=True)
+                    logger.debug("GPU turn: a waiter cannot say it is alive", exc_info=True)
             left = deadline - self._clock()
             if ticket.wake.acquire(timeout=max(0.0, min(LOOK_S, left))):
                 if ticket.abandoned:
@@ -324,7 +324,7 @@ class GpuTurn:
             try:
                 self.observer(span)
             except Exception:
-                logger.exception("admission: the observer of GPU turns failed")
+                logger.exception("GPU turn: the observer of GPU turns failed")
 
     def _pass_on(self, ticket: _Ticket) -> Span:
         """Mutex held: book the turn that ends and wake the next holder."""
@@ -366,7 +366,7 @@ class GpuTurn:
                 return
         if lost:
             logger.error(
-                "admission: the thread of '%s' (%s) ended without giving the GPU turn back "
+                "GPU turn: the thread of '%s' (%s) ended without giving the GPU turn back "
                 "after %.1f s; the turn passes on",
                 holder.name,
                 holder.site,
@@ -374,7 +374,7 @@ class GpuTurn:
             )
             return
         logger.warning(
-            "admission: '%s' (%s) has held the GPU turn for %.0f s while others wait; it is "
+            "GPU turn: '%s' (%s) has held the GPU turn for %.0f s while others wait; it is "
             "at:\n%s",
             holder.name,
             holder.site,

@@ -3,7 +3,7 @@
 Pure: no threads, no clock. The one rule that matters is that the *releaser* names
 the next holder, in the same step in which it lets go. A newcomer never finds the
 turn free while another thread waits, so none overtakes and no wake-up can be lost
-between two steps. `gpu.turn` adds the lock, the waiting and the time.
+between two steps. `turn` adds the lock, the waiting and the time.
 """
 
 from __future__ import annotations
