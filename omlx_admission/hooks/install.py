@@ -23,6 +23,7 @@ from omlx_admission.hooks.gpu import sites as gpu_sites
 from omlx_admission.hooks.patching import gate
 from omlx_admission.hooks.patching.ledger import Change, Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
+from omlx_admission.hooks.patching.switches import switches
 from omlx_admission.settings import Settings
 
 logger = logging.getLogger("omlx.admission")
@@ -210,6 +211,7 @@ class Installer:
         """Put oMLX back as it was, all features."""
         with self._lock:
             self._ledger.undo()
+            switches.reset()
             for verdict in self.report.verdicts:
                 if verdict.state in (State.APPLIED, State.READY):
                     verdict.state = State.FAILED

@@ -22,6 +22,7 @@ from omlx_admission.hooks.install import State
 from omlx_admission.hooks.patching import gate
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
+from omlx_admission.hooks.patching.switches import Switches, switches
 from omlx_admission.settings import Settings
 
 POOL_METHODS = (
@@ -111,6 +112,18 @@ def test_undo_puts_the_raw_originals_back(pool_class: type) -> None:
     assert wrapped(pool_class) >= {"get_engine", "_unload_engine", "_find_lru_victim"}
     one.undo()
     assert {name: vars(pool_class).get(name) for name in POOL_METHODS} == raw
+
+
+def test_undo_puts_every_switch_back(pool_class: type) -> None:
+    import omlx.engine_pool
+
+    off = {name: getattr(Switches(), name) for name in Switches.__slots__}
+    one = installer()
+    one.on_import(omlx.engine_pool)
+    on = {name for name in off if getattr(switches, name) != off[name]}
+    assert on >= {"pacing", "keeping", "marks"}
+    one.undo()
+    assert {name: getattr(switches, name) for name in off} == off
 
 
 def test_a_second_import_event_wraps_nothing_twice(pool_class: type) -> None:

@@ -99,9 +99,9 @@ def test_a_forced_text_load_of_a_vision_model_waits_for_its_requests(
         house = make_house(max_age_s=0.0, linger_s=0.0)
         vision = type("VLMBatchedEngine", (), {})
         mocker.patch.object(house.module, "VLMBatchedEngine", vision)
-        from omlx_admission.hooks.pool import resident
+        from omlx_admission.hooks.patching.switches import switches
 
-        mocker.patch.object(resident, "_vlm_engine", vision)
+        mocker.patch.object(switches, "vlm_engine", vision)
         engine = await house.get("d")
         mocker.patch.object(engine, "__class__", vision)
         house.entry("d").engine_type = "vlm"

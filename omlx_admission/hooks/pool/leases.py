@@ -15,18 +15,17 @@ from omlx_admission.core.pool import holding
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted
-
-_keeping = False
+from omlx_admission.hooks.patching.switches import switches
 
 
 def keeping() -> bool:
     """Whether an unleased hand-out would be kept for the current caller."""
-    return _keeping and requests.current.get() is not None
+    return switches.keeping and requests.current.get() is not None
 
 
 def keep(model_id: str, give_back: Callable[[], None]) -> None:
     """:func:`holding.keep` where leases are kept; else the lease is given back."""
-    if _keeping:
+    if switches.keeping:
         holding.keep(model_id, give_back)
     else:
         give_back()
@@ -74,11 +73,4 @@ def apply(module: Any, ledger: Ledger, wanted: Wanted) -> None:
             and getattr(method, "_self_wrapper", None) is not unload_by_holder
         ):
             ledger.wrap(module, f"EnginePool.{name}", unload_by_holder)
-    global _keeping
-    _keeping = True
-
-    def off() -> None:
-        global _keeping
-        _keeping = False
-
-    ledger.on_undo(off)
+    switches.keeping = True

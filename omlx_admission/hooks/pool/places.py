@@ -6,7 +6,7 @@ from typing import Any
 
 from omlx_admission.core.pool.places import is_full
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
-from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.patching.switches import switches
 from omlx_admission.hooks.pool.state import PoolState
 
 SCHEDULER = "omlx.scheduler"
@@ -18,25 +18,11 @@ NEEDS = (
     *read_if_there(SCHEDULER, "Scheduler", "_serialize_llama4_requests"),
 )
 
-_pacing = False
-
 
 def is_taken(pool: Any, state: PoolState, model_id: str) -> bool:
     """Whether a newcomer for a loaded model has to queue for a place of its engine."""
-    if not _pacing:
+    if not switches.pacing:
         return False
     if state.admission is not None and model_id in state.admission.paced:
         return True
     return is_full(pool._entries[model_id])
-
-
-def apply(ledger: Ledger) -> None:
-    """The queue is there: what has no place can wait in it."""
-    global _pacing
-    _pacing = True
-
-    def off() -> None:
-        global _pacing
-        _pacing = False
-
-    ledger.on_undo(off)

@@ -34,6 +34,7 @@ from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted
+from omlx_admission.hooks.patching.switches import switches
 from omlx_admission.hooks.pool import (
     books,
     exceptions,
@@ -340,7 +341,7 @@ def apply_uvicorn(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
 def apply(module: Any, ledger: Ledger, wanted: Wanted) -> None:
     """Wrap the pool. With the resident path on, release and unload tell the queue already."""
     hooks = QueueHooks(module, wanted.settings)
-    places.apply(ledger)
+    switches.pacing = True
     _count_waits(ledger)
     ledger.wrap(module, "EnginePool.get_engine", hooks.get_engine)
     ledger.wrap(module, "EnginePool._load_engine", hooks.load)
@@ -351,6 +352,6 @@ def apply(module: Any, ledger: Ledger, wanted: Wanted) -> None:
     ledger.wrap(module, "EnginePool.shutdown", hooks.shutdown)
     gpu_jobs.executors.may_prepare(ledger)
     loads.apply(module, ledger)
-    if not resident.marks():
+    if not switches.marks:
         ledger.wrap(module, f"EnginePool.{resident.release_name(module)}", hooks.release)
         ledger.wrap(module, "EnginePool._unload_engine", hooks.unload)

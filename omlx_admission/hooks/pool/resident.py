@@ -22,6 +22,7 @@ from omlx_admission.core.uninterrupted import to_its_end
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted
+from omlx_admission.hooks.patching.switches import switches
 from omlx_admission.hooks.pool import books, dead, engines, leases, places, stalled, unlocked
 from omlx_admission.hooks.pool.state import PoolState, Verified, marked_by_us, state_of
 
@@ -170,11 +171,6 @@ LEASE_NATIVE = (
 #: Releases from 0.5.3 on give a lease back here; 0.5.0 in ``release_engine``.
 RELEASE_TASK = "_release_engine_lease"
 
-_vlm_engine: type | None = None
-
-#: Teardowns are marked: :func:`unload` is in place.
-_marks = False
-
 
 def ready_engine(
     pool: Any,
@@ -192,7 +188,7 @@ def ready_engine(
         ModelLoadingError: the engine is loaded but unusable, as stock says it.
     """
     engine = ready.ready_engine(
-        pool, state.unloading, model_id, force_lm, runtime_settings, _vlm_engine
+        pool, state.unloading, model_id, force_lm, runtime_settings, switches.vlm_engine
     )
     if engine is not None and not force_lm and runtime_settings is None:
         _remember(pool, state, model_id, pool._entries[model_id])
@@ -253,7 +249,8 @@ def _remember(pool: Any, state: PoolState, model_id: str, entry: Any) -> None:
 
 def is_vlm(engine: Any) -> bool:
     """Whether ``engine`` is a vision engine, which a forced text load replaces."""
-    return _vlm_engine is not None and isinstance(engine, _vlm_engine)
+    vlm = switches.vlm_engine
+    return vlm is not None and isinstance(engine, vlm)
 
 
 def release_name(module: Any) -> str:
@@ -320,17 +317,12 @@ def give_back(pool: Any, model_id: str, held: Callable[[], Any] | None) -> None:
         admission.released(model_id)
 
 
-def marks() -> bool:
-    """Whether the resident path is applied, which marks teardowns and tells of releases."""
-    return _marks
-
-
 def lock_of(pool: Any) -> contextlib.AbstractAsyncContextManager[Any]:
     """What an unload of an idle model has to hold: nothing, where teardowns are marked.
 
     It finds the model idle and marks it in one step, and the holder of the lock joins it.
     """
-    return contextlib.nullcontext() if _marks else pool._lock
+    return contextlib.nullcontext() if switches.marks else pool._lock
 
 
 def _unload_pending_soon(pool: Any, model_id: str) -> None:
@@ -482,21 +474,13 @@ async def _tear_down(
 
 def apply_inner(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap what lies below the queue: teardown, release, and the check against both."""
-    global _marks, _vlm_engine
-    _vlm_engine = getattr(module, "VLMBatchedEngine", None)
-    if not isinstance(_vlm_engine, type):
-        _vlm_engine = None
+    vlm = getattr(module, "VLMBatchedEngine", None)
+    switches.vlm_engine = vlm if isinstance(vlm, type) else None
     ledger.wrap(module, "EnginePool._unload_engine", unload)
-    _marks = True
-    ledger.on_undo(_marks_end)
+    switches.marks = True
     unlocked.apply(module, ledger)
     ledger.wrap(module, f"EnginePool.{release_name(module)}", release)
     ledger.wrap(module, "EnginePool.get_engine", get_engine_past_teardown)
-
-
-def _marks_end() -> None:
-    global _marks
-    _marks = False
 
 
 def apply_outer(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
