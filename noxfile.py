@@ -1,6 +1,6 @@
 """The checks of this project, each a session; ``nox --list`` names them.
 
-``lint``, ``tests`` and ``oldest_and_newest`` make an environment from ``pyproject.toml``;
+``tests`` and ``oldest_and_newest`` make an environment from ``pyproject.toml``;
 arguments after ``--`` go to pytest. The others are about one release of oMLX or more, and
 run in the environment that nox is in, with the Python that has what that oMLX needs::
 
@@ -25,7 +25,7 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2024.4.15"
-nox.options.sessions = ["lint", "tests", "oldest_and_newest"]
+nox.options.sessions = ["tests", "oldest_and_newest"]
 #: A Python that a machine does not have is no failure, in CI either.
 nox.options.error_on_missing_interpreters = False
 
@@ -62,18 +62,15 @@ PYTHONS = [
 
 
 @nox.session
-def lint(session: nox.Session) -> None:
-    """Formatter, linter and type checker."""
+def tests(session: nox.Session) -> None:
+    """Formatter, linter, type checker, and all tests.
+
+    ``-- --omlx-src=DIR --omlx-python=PATH`` adds a real oMLX.
+    """
     session.install("-e", ".[test]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
-
-
-@nox.session
-def tests(session: nox.Session) -> None:
-    """All tests; ``-- --omlx-src=DIR --omlx-python=PATH`` adds a real oMLX."""
-    session.install("-e", ".[test]")
     session.run(*PYTEST, *session.posargs)
 
 

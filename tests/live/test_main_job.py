@@ -295,6 +295,6 @@ def test_an_unknown_omlx_runs_stock_and_says_so(
         assert "oMLX 9.0.0 is outside the supported range" in said[0]
     else:
         # The errors pass whatever arguments on; the others bind them.
-        off = "resident, queue, unloads, leases, off_loop_close, dead_engines, stream_hold"
-        assert f" {off}: " in said[0]
+        off = "resident, queue, unloads, leases, off_loop_close, dead_engines, prompt_guard"
+        assert f" {off}, stream_hold: " in said[0]
         assert "EnginePool.get_engine takes" in said[0]
