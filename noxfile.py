@@ -1,7 +1,7 @@
 """The checks of this project, each a session; ``nox --list`` names them.
 
-
-
+``tests`` and ``oldest_and_newest`` make an environment from ``pyproject.toml``; arguments
+after ``--`` go to pytest. The others are about one release of oMLX or more, and
 run in the environment that nox is in, with the Python that has what that oMLX needs::
 
     nox -s hooks live stock patched table -- --omlx-src=DIR --omlx-python=PATH
