@@ -148,7 +148,7 @@ def _suite(session: nox.Session, source: Path, python: str, *options: str) -> No
         f"tests/{name}.py" for name in SUITE if (source / "tests" / f"{name}.py").is_file()
     ]
     # Only the package and the plugin: `tests` and `benchmarks` have to be oMLX's own.
-    ours = Path(session.create_tmp())
+    ours = Path(session.create_tmp()).resolve()
     for name, target in (
         ("omlx_admission", HERE / "omlx_admission"),
         ("omlx_admission_active.py", HERE / "benchmarks" / "active.py"),
