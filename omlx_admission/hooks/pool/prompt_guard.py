@@ -152,7 +152,12 @@ class PromptGuard:
             request = requests.active()
             if request is None or not _is_exceeded(error) or not _is_wrong(*args, **kwargs):
                 raise
-            if not await footprint.until(_again(*args, **kwargs), self._longest(request)):
+            try:
+                fits = await footprint.until(_again(*args, **kwargs), self._longest(request))
+            except Exception as fault:  # noqa: BLE001 - the caller gets oMLX's error, not ours
+                faults.note("the wait of a prompt", fault)
+                raise error from None
+            if not fits:
                 _refuse(request)
                 raise
         try:
