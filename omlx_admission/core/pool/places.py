@@ -49,7 +49,9 @@ def most(engine: Any) -> int | None:
 
 def is_full(entry: Any) -> bool:
     """Whether the engine of a loaded model has as many leases as it is given at a time."""
-    if entry.in_use < _FEWEST:
+    leases = entry.in_use
+    if leases < _FEWEST:
         return False
-    limit = places(entry.engine)
-    return limit is not None and entry.in_use >= limit
+    count = slots(entry.engine)
+    # What runs at once is always given, so most requests need no more than this.
+    return count is not None and leases >= count and leases >= places_for(count)
