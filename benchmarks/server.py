@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import standin
@@ -24,6 +25,9 @@ from standin import tinymodels
 
 #: Requests to the resident model per phase.
 _REQUESTS = 20
+
+#: Seconds of a load that outlasts five rounds of streams beside it.
+_LONG_S = 12.0
 
 
 def models(root: Path) -> Path:
@@ -74,6 +78,43 @@ def resident_beside_a_load(server: Server, load_s: float) -> list[tuple[str, str
     ]
 
 
+def streams_beside_a_load(server: Server) -> list[tuple[str, str]]:
+    """Longest silence of 20 streams of D, each step of which asks the pool for memory."""
+
+    async def streams(client: Client) -> list[float]:
+        calls = (client.chat("d", tokens=60, stream=True) for _ in range(_REQUESTS))
+        answers = await asyncio.gather(*calls)
+        assert all(a.ok for a in answers), "a stream of the resident was refused"
+        silences = []
+        for answer in answers:
+            moments = [answer.started, *answer.chunks, answer.ended]
+            silences.append(max(b - a for a, b in pairwise(moments)))
+        return silences
+
+    async def scenario() -> tuple[list[float], list[float]]:
+        client = Client(server.url)
+        await streams(client)  # warm
+        quiet = [max(await streams(client)) for _ in range(5)]
+        loading = asyncio.create_task(client.chat("a"))
+        await asyncio.sleep(0.3)
+        # Stock: the first round ends with the load.
+        rounds = 5 if server.patched else 1
+        beside = [max(await streams(client)) for _ in range(rounds)]
+        assert not loading.done() or not server.patched, "the load was over too early"
+        await loading
+        return quiet, beside
+
+    quiet, beside = asyncio.run(scenario())
+    return [
+        (
+            f"longest silence of {_REQUESTS} streams that want memory beside a load, "
+            "worst against quiet worst",
+            f"{max(beside) / max(quiet):.2f}x ({max(quiet) * 1e3:.0f} ms -> "
+            f"{max(beside) * 1e3:.0f} ms)",
+        )
+    ]
+
+
 def swap_behind_a_stream(server: Server) -> list[tuple[str, str]]:
     """What a request for B pays beyond A's rest, the unload, the load and its own answer."""
     overheads = []
@@ -108,19 +149,23 @@ def measure(source: Path, python: str, root: Path) -> list[Row]:
     found: dict[str, dict[str, str]] = {}
     for name in ("stock", "patched"):
 
-        def server(label: str, gb: float, load_s: float, name: str = name) -> Server:
+        def server(
+            label: str, gb: float, load_s: float, name: str = name, **plan: object
+        ) -> Server:
             return Server(
                 made,
                 root / f"{label}-{name}",
                 patched=name == "patched",
                 source=source,
                 python=python,
-                plan={"load_s": load_s},
+                plan={"load_s": load_s, **plan},
                 memory_gb=gb,
             )
 
         with server("both", 6.0, 5.0) as running:
             figures = resident_beside_a_load(running, 5.0)
+        with server("short", 2.7, 0.0, evicting=["d"], per_model={"a": _LONG_S}) as running:
+            figures += streams_beside_a_load(running)
         with server("one", 2.7, 1.0) as running:
             figures += swap_behind_a_stream(running)
         for what, value in figures:
