@@ -8,6 +8,7 @@ every race is made by order and none by time.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -158,6 +159,9 @@ class House:
             assert self.admission.gated == frozenset()
 
 
+Make = Callable[..., House]
+
+
 async def until(condition: Callable[[], bool], turns: int = 3000) -> None:
     """Let the loop run until ``condition`` holds; fails after ``turns`` turns of 1 ms.
 
@@ -288,6 +292,22 @@ def make_house(
     yield make
     for installer in reversed(installers):
         installer.undo()
+
+
+@pytest.fixture
+def house(make_house: Make) -> House:
+    """A patched pool with the default of each variable."""
+    return make_house()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """An ``async def`` test runs on a `Loop`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    run(lambda: pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

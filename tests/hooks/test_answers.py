@@ -3,117 +3,97 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from omlx_admission.core import route_model_kinds as kinds
 from omlx_admission.hooks.pool.port import admission_refused
 
-from .conftest import House, run, settle, soon
+from .conftest import House, Make, settle, soon
 from .test_leases import request_to, within
-
-Make = Callable[..., House]
 
 CHAT = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize("features", [None, {"queue", "errors"}, {"resident", "errors"}])
 @pytest.mark.parametrize("cause", ["damaged file", "no tokenizer, no context_length"])
-def test_b50_b51_a_failed_load_is_no_conflict_and_not_tried_again(
+async def test_b50_b51_a_failed_load_is_no_conflict_and_not_tried_again(
     make_house: Make, features: set[str] | None, cause: str
 ) -> None:
-    async def test() -> None:
-        house = make_house(features=features)
-        house.fail["b"] = RuntimeError(cause)
-        for _ in range(2):
-            request = request_to(CHAT)
-            with within(request), pytest.raises(house.module.ModelUnavailableError):
-                await house.get("b")
-            refusal = request.refusal
-            assert refusal is not None
-            assert (refusal.status, refusal.code) == (500, "model_load_failed")
-            assert refusal.headers() == [(b"x-should-retry", b"false")]
-            assert "'b'" in refusal.message
-            # B27: a cause in such words would make agents delete their history.
-            assert (cause in refusal.message) is (cause == "damaged file")
-            assert "token" not in refusal.message
-            assert "context" not in refusal.message
-        assert house.events.count("load b") == 1
-        house.assert_idle()
-
-    run(test)
-
-
-def test_an_unknown_model_stays_a_404(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
+    house = make_house(features=features)
+    house.fail["b"] = RuntimeError(cause)
+    for _ in range(2):
         request = request_to(CHAT)
-        with within(request), pytest.raises(house.module.ModelNotFoundError):
-            await house.get("nobody")
-        assert request.refusal is None
+        with within(request), pytest.raises(house.module.ModelUnavailableError):
+            await house.get("b")
+        refusal = request.refusal
+        assert refusal is not None
+        assert (refusal.status, refusal.code) == (500, "model_load_failed")
+        assert refusal.headers() == [(b"x-should-retry", b"false")]
+        assert "'b'" in refusal.message
+        # B27: a cause in such words would make agents delete their history.
+        assert (cause in refusal.message) is (cause == "damaged file")
+        assert "token" not in refusal.message
+        assert "context" not in refusal.message
+    assert house.events.count("load b") == 1
+    house.assert_idle()
 
-    run(test)
+
+async def test_an_unknown_model_stays_a_404(house: House) -> None:
+    request = request_to(CHAT)
+    with within(request), pytest.raises(house.module.ModelNotFoundError):
+        await house.get("nobody")
+    assert request.refusal is None
 
 
-def test_an_earlier_refusal_is_forgotten_when_the_request_gets_a_model(
+async def test_an_earlier_refusal_is_forgotten_when_the_request_gets_a_model(
     make_house: Make,
 ) -> None:
     """It goes on with that model; if it fails later, then for another reason."""
-
-    async def test() -> None:
-        house = make_house(max_wait_s=0.0)
-        await house.get("a")
-        request = request_to(CHAT)
-        with within(request):
-            with pytest.raises(admission_refused()):
-                await house.get("b")
-            assert request.refusal is not None
-            await house.get("a")
-            assert request.refusal is None
-            await house.release("a")
-        await house.release("a")
-
-    run(test)
-
-
-def test_a_wrong_kind_is_said_before_anything_moves(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        await house.get("a")
-        request = request_to("/v1/embeddings")
-        with within(request), pytest.raises(admission_refused(), match="is a text model"):
-            await house.get("b", lease=False)
+    house = make_house(max_wait_s=0.0)
+    await house.get("a")
+    request = request_to(CHAT)
+    with within(request):
+        with pytest.raises(admission_refused()):
+            await house.get("b")
         assert request.refusal is not None
-        assert (request.refusal.status, request.refusal.code) == (400, "wrong_model_kind")
-        assert house.entry("a").pending_unload_reason is None
+        await house.get("a")
+        assert request.refusal is None
         await house.release("a")
-        house.assert_idle()
-        # A route that only loads, and a caller that is no request, take any kind.
-        request = request_to("/v1/models/b/load")
-        with within(request):
-            await house.get("b", lease=False)
-        request.end()
-        await soon(house.ask("a", lease=False))
-        assert house.events.count("load b") == 1
-
-    run(test)
+    await house.release("a")
 
 
-def test_with_stock_answers_the_kind_is_stock_s_to_judge(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house(errors=False)
-        request = request_to("/v1/embeddings")
-        with within(request):
-            loading = house.ask("b", lease=False)
-        await loading
-        await settle()
-        assert house.resident() == {"b"}
-        request.end()
-        await asyncio.sleep(0)
-        house.assert_idle()
+async def test_a_wrong_kind_is_said_before_anything_moves(make_house: Make) -> None:
+    house = make_house(max_age_s=0.0)
+    await house.get("a")
+    request = request_to("/v1/embeddings")
+    with within(request), pytest.raises(admission_refused(), match="is a text model"):
+        await house.get("b", lease=False)
+    assert request.refusal is not None
+    assert (request.refusal.status, request.refusal.code) == (400, "wrong_model_kind")
+    assert house.entry("a").pending_unload_reason is None
+    await house.release("a")
+    house.assert_idle()
+    # A route that only loads, and a caller that is no request, take any kind.
+    request = request_to("/v1/models/b/load")
+    with within(request):
+        await house.get("b", lease=False)
+    request.end()
+    await soon(house.ask("a", lease=False))
+    assert house.events.count("load b") == 1
 
-    run(test)
+
+async def test_with_stock_answers_the_kind_is_stock_s_to_judge(make_house: Make) -> None:
+    house = make_house(errors=False)
+    request = request_to("/v1/embeddings")
+    with within(request):
+        loading = house.ask("b", lease=False)
+    await loading
+    await settle()
+    assert house.resident() == {"b"}
+    request.end()
+    await asyncio.sleep(0)
+    house.assert_idle()
 
 
 @pytest.mark.parametrize(

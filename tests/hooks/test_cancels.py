@@ -23,7 +23,7 @@ from omlx_admission.hooks.pool import pending_unloads as pending
 from omlx_admission.hooks.pool.state import state_of
 
 from . import by_hand
-from .conftest import SIZES, House, until
+from .conftest import SIZES, House, Make, until
 
 ROUNDS = int(os.environ.get("CANCEL_ROUNDS", "400"))
 
@@ -31,8 +31,6 @@ ROUNDS = int(os.environ.get("CANCEL_ROUNDS", "400"))
 _TURNS = 30
 
 MODELS = ("a", "b", "d", "p")
-
-Make = Callable[..., House]
 
 
 class Inline(concurrent.futures.Executor):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +10,8 @@ import pytest
 from omlx_admission.core.pool import ceiling
 from omlx_admission.hooks.pool.port import admission_refused
 
-from .conftest import House, run, settle, soon, until
+from .conftest import House, Make, settle, soon, until
 from .test_leases import request_to, within
-
-Make = Callable[..., House]
 
 CHAT = "/v1/chat/completions"
 #: `b` (600) is above it, `d` and `p` (300) are not.
@@ -35,234 +32,197 @@ async def look(house: House) -> None:
     await settle()
 
 
-def test_f3_a_dip_while_others_run_ends_no_wait(make_house: Make) -> None:
+async def test_f3_a_dip_while_others_run_ends_no_wait(make_house: Make) -> None:
     """C1a: one look at a low ceiling decided over a wait of minutes."""
-
-    async def test() -> None:
-        house = balanced(make_house)
-        await house.get("a")
-        waiting = [house.ask("b") for _ in range(3)]
-        await settle()
-        house.ceiling = DIP
-        await look(house)
-        assert not any(w.done() for w in waiting)
-        house.ceiling = 1000
-        await house.release("a")
-        await asyncio.gather(*waiting)
-        for _ in waiting:
-            await house.release("b")
-        house.assert_idle()
-
-    run(test)
+    house = balanced(make_house)
+    await house.get("a")
+    waiting = [house.ask("b") for _ in range(3)]
+    await settle()
+    house.ceiling = DIP
+    await look(house)
+    assert not any(w.done() for w in waiting)
+    house.ceiling = 1000
+    await house.release("a")
+    await asyncio.gather(*waiting)
+    for _ in waiting:
+        await house.release("b")
+    house.assert_idle()
 
 
-def test_c1_a_dip_at_the_first_look_is_waited_out_and_nobody_leaves_for_it(
+async def test_c1_a_dip_at_the_first_look_is_waited_out_and_nobody_leaves_for_it(
     make_house: Make,
 ) -> None:
     """C1b: nothing else happens that could wake the queue; it looks again by itself."""
-
-    async def test() -> None:
-        house = balanced(make_house)
-        await house.use("a")
-        house.ceiling = DIP
-        for_b = house.ask("b")
-        await look(house)
-        assert not for_b.done()
-        assert house.resident() == {"a"}
-        assert not house.admission.gated
-        await house.get("a")  # it serves on
-        await house.release("a")
-        house.ceiling = 1000
-        await for_b
-        assert house.resident() == {"b"}
-        await house.release("b")
-        house.assert_idle()
-
-    run(test)
+    house = balanced(make_house)
+    await house.use("a")
+    house.ceiling = DIP
+    for_b = house.ask("b")
+    await look(house)
+    assert not for_b.done()
+    assert house.resident() == {"a"}
+    assert not house.admission.gated
+    await house.get("a")  # it serves on
+    await house.release("a")
+    house.ceiling = 1000
+    await for_b
+    assert house.resident() == {"b"}
+    await house.release("b")
+    house.assert_idle()
 
 
-def test_c1_with_nothing_loaded_stock_is_not_asked_in_vain(make_house: Make) -> None:
-    async def test() -> None:
-        house = balanced(make_house)
-        house.ceiling = DIP
-        for_b = house.ask("b")
-        await look(house)
-        assert not for_b.done()
-        (target,) = house.admission.policy.targets
-        assert house.admission.policy.queues[target].retries == 0
-        house.ceiling = 1000
-        await for_b
-        await house.release("b")
-        house.assert_idle()
-
-    run(test)
+async def test_c1_with_nothing_loaded_stock_is_not_asked_in_vain(make_house: Make) -> None:
+    house = balanced(make_house)
+    house.ceiling = DIP
+    for_b = house.ask("b")
+    await look(house)
+    assert not for_b.done()
+    (target,) = house.admission.policy.targets
+    assert house.admission.policy.queues[target].retries == 0
+    house.ceiling = 1000
+    await for_b
+    await house.release("b")
+    house.assert_idle()
 
 
-def test_c1_a_dip_that_outlasts_the_budget_is_503_and_names_the_ceiling(
+async def test_c1_a_dip_that_outlasts_the_budget_is_503_and_names_the_ceiling(
     make_house: Make,
 ) -> None:
-    async def test() -> None:
-        house = balanced(make_house, max_wait_s=30.0)
-        await house.use("d")
-        house.ceiling = DIP
-        request = request_to(CHAT)
-        with within(request), pytest.raises(admission_refused()):
-            await soon(house.ask("b"))
-        refusal = request.refusal
-        assert refusal is not None
-        assert (refusal.status, refusal.code) == (503, "model_swap_timeout")
-        assert refusal.retry_after is not None
-        assert "ceiling, 0.00 GB at the moment and 0.00 GB at most" in refusal.message
-        assert "other applications" in refusal.message
-        assert house.resident() == {"d"}
-        house.assert_idle()
-
-    run(test)
+    house = balanced(make_house, max_wait_s=30.0)
+    await house.use("d")
+    house.ceiling = DIP
+    request = request_to(CHAT)
+    with within(request), pytest.raises(admission_refused()):
+        await soon(house.ask("b"))
+    refusal = request.refusal
+    assert refusal is not None
+    assert (refusal.status, refusal.code) == (503, "model_swap_timeout")
+    assert refusal.retry_after is not None
+    assert "ceiling, 0.00 GB at the moment and 0.00 GB at most" in refusal.message
+    assert "other applications" in refusal.message
+    assert house.resident() == {"d"}
+    house.assert_idle()
 
 
-def test_c1_one_that_may_not_wait_is_503_too(make_house: Make) -> None:
-    async def test() -> None:
-        house = balanced(make_house, max_wait_s=0.0)
-        house.ceiling = DIP
-        request = request_to(CHAT)
-        with within(request), pytest.raises(admission_refused()):
-            await house.get("b")
-        assert request.refusal is not None
-        assert (request.refusal.status, request.refusal.code) == (503, "model_busy")
-        assert "at the moment" in request.refusal.message
-
-    run(test)
+async def test_c1_one_that_may_not_wait_is_503_too(make_house: Make) -> None:
+    house = balanced(make_house, max_wait_s=0.0)
+    house.ceiling = DIP
+    request = request_to(CHAT)
+    with within(request), pytest.raises(admission_refused()):
+        await house.get("b")
+    assert request.refusal is not None
+    assert (request.refusal.status, request.refusal.code) == (503, "model_busy")
+    assert "at the moment" in request.refusal.message
 
 
 @pytest.mark.parametrize("moment", [1000, DIP])
-def test_k2_what_is_fixed_forbids_at_once(make_house: Make, moment: int) -> None:
+async def test_k2_what_is_fixed_forbids_at_once(make_house: Make, moment: int) -> None:
     """Whatever the moving part is, the text speaks of what cannot change."""
-
-    async def test() -> None:
-        house = balanced(make_house)
-        house.entry("p").is_pinned = True
-        house.entry("a").estimated_size = 800
-        await house.get("p")
-        house.ceiling = moment
-        for model, error in (("x", "ModelTooLargeError"), ("a", "InsufficientMemoryError")):
-            request = request_to(CHAT)
-            with within(request), pytest.raises(getattr(house.module, error)):
-                house.pool.get_engine(model).send(None)
-            assert request.refusal is not None
-            assert (request.refusal.status, request.refusal.code) == (507, "model_too_large")
-        await house.release("p")
-        house.assert_idle()
-
-    run(test)
+    house = balanced(make_house)
+    house.entry("p").is_pinned = True
+    house.entry("a").estimated_size = 800
+    await house.get("p")
+    house.ceiling = moment
+    for model, error in (("x", "ModelTooLargeError"), ("a", "InsufficientMemoryError")):
+        request = request_to(CHAT)
+        with within(request), pytest.raises(getattr(house.module, error)):
+            house.pool.get_engine(model).send(None)
+        assert request.refusal is not None
+        assert (request.refusal.status, request.refusal.code) == (507, "model_too_large")
+    await house.release("p")
+    house.assert_idle()
 
 
-def test_c1_the_ceiling_falls_while_the_load_waits_for_the_pool(make_house: Make) -> None:
+async def test_c1_the_ceiling_falls_while_the_load_waits_for_the_pool(make_house: Make) -> None:
     """Between our decision and stock's own look: nobody leaves for what will not fit."""
-
-    async def test() -> None:
-        house = balanced(make_house)
-        await house.use("a")
-        async with house.pool._lock:
-            for_b = house.ask("b")
-            await settle()
-            assert house.admission.policy.swap is not None
-            house.ceiling = DIP
-        await until(lambda: house.admission.policy.swap is None)
-        assert not for_b.done()
-        assert house.resident() == {"a"}
-        assert "unload a" not in house.events
-        house.ceiling = 1000
-        await for_b
-        await house.release("b")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_c1_a_dip_during_a_drain_neither_ends_it_nor_evicts(make_house: Make) -> None:
-    async def test() -> None:
-        house = balanced(make_house, max_age_s=0.0)
-        await house.get("a")
+    house = balanced(make_house)
+    await house.use("a")
+    async with house.pool._lock:
         for_b = house.ask("b")
         await settle()
-        assert house.admission.gated == {"a"}
+        assert house.admission.policy.swap is not None
         house.ceiling = DIP
-        await house.release("a")
-        await look(house)
-        assert house.resident() == {"a"}
-        assert not for_b.done()
-        house.ceiling = 1000
-        await for_b
-        assert house.resident() == {"b"}
-        await house.release("b")
-        house.assert_idle()
-
-    run(test)
+    await until(lambda: house.admission.policy.swap is None)
+    assert not for_b.done()
+    assert house.resident() == {"a"}
+    assert "unload a" not in house.events
+    house.ceiling = 1000
+    await for_b
+    await house.release("b")
+    house.assert_idle()
 
 
-def test_c1_a_load_that_the_enforcer_ends_in_a_dip_is_tried_again(make_house: Make) -> None:
-    async def test() -> None:
-        house = balanced(make_house)
-        for_b = await house.held_load("b")
-        house.ceiling = DIP
-        house.entry("b").abort_loading = True  # what the enforcer does under pressure
-        await house.let_load("b")
-        await until(lambda: house.admission.policy.swap is None)
-        assert not for_b.done()
-        house.ceiling = 1000
-        await house.let_load("b")
-        await for_b
-        await house.release("b")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_c1_what_is_only_kept_for_a_request_leaves_for_it_in_a_dip(make_house: Make) -> None:
-    """Both fit under the fixed part, but not now: it must not stand in its own way."""
-
-    async def test() -> None:
-        house = balanced(make_house)
-        request = request_to("/v1/models/b/load")
-        with within(request):
-            await house.get("d", lease=False)
-            house.ceiling = 700
-            await soon(house.ask("b", lease=False))
-        assert house.resident() == {"b"}
-        request.end()
-        house.assert_idle()
-
-    run(test)
+async def test_c1_a_dip_during_a_drain_neither_ends_it_nor_evicts(make_house: Make) -> None:
+    house = balanced(make_house, max_age_s=0.0)
+    await house.get("a")
+    for_b = house.ask("b")
+    await settle()
+    assert house.admission.gated == {"a"}
+    house.ceiling = DIP
+    await house.release("a")
+    await look(house)
+    assert house.resident() == {"a"}
+    assert not for_b.done()
+    house.ceiling = 1000
+    await for_b
+    assert house.resident() == {"b"}
+    await house.release("b")
+    house.assert_idle()
 
 
-def test_c1_where_the_parts_cannot_be_read_nothing_is_refused_for_good(
+async def test_c1_a_load_that_the_enforcer_ends_in_a_dip_is_tried_again(
     make_house: Make,
 ) -> None:
-    async def test() -> None:
-        house = balanced(make_house, max_wait_s=0.05)
-        house.pool._process_memory_enforcer.get_ceiling_breakdown = dict
-        with pytest.raises(admission_refused()) as refused:
-            await house.get("x")
-        assert refused.value.refusal.status == 503
+    house = balanced(make_house)
+    for_b = await house.held_load("b")
+    house.ceiling = DIP
+    house.entry("b").abort_loading = True  # what the enforcer does under pressure
+    await house.let_load("b")
+    await until(lambda: house.admission.policy.swap is None)
+    assert not for_b.done()
+    house.ceiling = 1000
+    await house.let_load("b")
+    await for_b
+    await house.release("b")
+    house.assert_idle()
 
-    run(test)
+
+async def test_c1_what_is_only_kept_for_a_request_leaves_for_it_in_a_dip(
+    make_house: Make,
+) -> None:
+    """Both fit under the fixed part, but not now: it must not stand in its own way."""
+    house = balanced(make_house)
+    request = request_to("/v1/models/b/load")
+    with within(request):
+        await house.get("d", lease=False)
+        house.ceiling = 700
+        await soon(house.ask("b", lease=False))
+    assert house.resident() == {"b"}
+    request.end()
+    house.assert_idle()
+
+
+async def test_c1_where_the_parts_cannot_be_read_nothing_is_refused_for_good(
+    make_house: Make,
+) -> None:
+    house = balanced(make_house, max_wait_s=0.05)
+    house.pool._process_memory_enforcer.get_ceiling_breakdown = dict
+    with pytest.raises(admission_refused()) as refused:
+        await house.get("x")
+    assert refused.value.refusal.status == 503
 
 
 @pytest.mark.parametrize(("static", "status"), [(1300, 503), (1000, 507)])
-def test_c1_without_the_queue_the_answer_tells_them_apart_too(
+async def test_c1_without_the_queue_the_answer_tells_them_apart_too(
     make_house: Make, static: int, status: int
 ) -> None:
-    async def test() -> None:
-        house = make_house(features={"errors"})
-        house.fixed_ceiling = static
-        request = request_to(CHAT)
-        with within(request), pytest.raises(house.module.ModelTooLargeError):
-            await house.get("x")
-        assert request.refusal is not None
-        assert request.refusal.status == status
-        assert (request.refusal.retry_after is not None) is (status == 503)
-
-    run(test)
+    house = make_house(features={"errors"})
+    house.fixed_ceiling = static
+    request = request_to(CHAT)
+    with within(request), pytest.raises(house.module.ModelTooLargeError):
+        await house.get("x")
+    assert request.refusal is not None
+    assert request.refusal.status == status
+    assert (request.refusal.retry_after is not None) is (status == 503)
 
 
 @pytest.mark.parametrize(

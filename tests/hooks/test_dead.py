@@ -18,7 +18,7 @@ from omlx_admission.hooks.pool import dead, off_loop, resident
 from omlx_admission.hooks.pool.state import state_of
 from omlx_admission.observation import observe
 
-from .conftest import SIZES, House, run, settle, until
+from .conftest import SIZES, House, settle, until
 from .gpu_rig import Model, fake_scheduler, installed
 
 MODULES = (
@@ -123,165 +123,139 @@ def break_down(core: Any) -> None:
     core.scheduler.script.extend([fault, fault])
 
 
-def test_p2_a_dead_loop_tells_its_callers_and_the_model_comes_back(
+async def test_p2_a_dead_loop_tells_its_callers_and_the_model_comes_back(
     works: Works, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        answers = [works.asking("a") for _ in range(3)]
-        await works.runs("a", 3)
-        dying, core = works.made["a"][0], works.core("a")
-        break_down(core)
-        await ends_with_an_error(*answers)
-        # Nobody waits for anything, and it goes all the same.
-        await until(lambda: works.resident() == set() and not state_of(works.pool).dead)
-        assert core._closed and works.pool._current_model_memory == 0
-        assert caplog.text.count("the engine of 'a' has died") == 1
-        works.assert_idle()
-        assert (await works.asking("a", tokens=3)).completion_tokens == 3
-        assert works.made["a"][-1] is not dying
-        await works.pool._unload_engine("a")
-
-    run(test)
+    answers = [works.asking("a") for _ in range(3)]
+    await works.runs("a", 3)
+    dying, core = works.made["a"][0], works.core("a")
+    break_down(core)
+    await ends_with_an_error(*answers)
+    # Nobody waits for anything, and it goes all the same.
+    await until(lambda: works.resident() == set() and not state_of(works.pool).dead)
+    assert core._closed and works.pool._current_model_memory == 0
+    assert caplog.text.count("the engine of 'a' has died") == 1
+    works.assert_idle()
+    assert (await works.asking("a", tokens=3)).completion_tokens == 3
+    assert works.made["a"][-1] is not dying
+    await works.pool._unload_engine("a")
 
 
-def test_p2_another_model_is_served_after_it(works: Works) -> None:
-    async def test() -> None:
-        answer = works.asking("a")
-        await works.runs("a")
-        waiting = works.asking("b", tokens=3)
-        await settle()
-        assert not waiting.done()
-        break_down(works.core("a"))
-        await ends_with_an_error(answer)
-        assert (await waiting).completion_tokens == 3
-        assert works.resident() == {"b"}
-        await works.pool._unload_engine("b")
-        works.assert_idle()
-
-    run(test)
+async def test_p2_another_model_is_served_after_it(works: Works) -> None:
+    answer = works.asking("a")
+    await works.runs("a")
+    waiting = works.asking("b", tokens=3)
+    await settle()
+    assert not waiting.done()
+    break_down(works.core("a"))
+    await ends_with_an_error(answer)
+    assert (await waiting).completion_tokens == 3
+    assert works.resident() == {"b"}
+    await works.pool._unload_engine("b")
+    works.assert_idle()
 
 
-def test_p2_nobody_is_handed_a_dead_engine(
+async def test_p2_nobody_is_handed_a_dead_engine(
     works: Works, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in the moment before its removal either."""
-
-    async def test() -> None:
-        bury = dead.bury
-        monkeypatch.setattr(dead, "bury", lambda *_: None)
-        answer = works.asking("a")
-        await works.runs("a")
-        engine, core = works.made["a"][0], works.core("a")
-        entry, state = works.entry("a"), state_of(works.pool)
-        await works.get("a")  # so that the hot path knows it
-        assert resident.verified_engine(works.pool, state, "a") is engine
-        break_down(core)
-        await until(lambda: core._task.done())
-        assert not engines.lives(engine)
-        assert resident.verified_engine(works.pool, state, "a") is None
-        assert resident.ready_engine(works.pool, state, "a", False, None) is None
-        port = works.admission.port
-        assert not port.still_serving("a", engine)
-        assert not port.in_use("a") and entry.in_use == 2
-        target = port.target("a", False, None)
-        assert target not in port.view((target,), 0).ready
-        monkeypatch.setattr(dead, "bury", bury)
-        # Whoever asks finds it dead, and gets a new one.
-        later = await works.get("a")
-        assert later is not engine and engines.lives(later)
-        await ends_with_an_error(answer)
-        for _ in range(works.entry("a").in_use):
-            await works.release("a")
-        await works.pool._unload_engine("a")
-
-    run(test)
+    bury = dead.bury
+    monkeypatch.setattr(dead, "bury", lambda *_: None)
+    answer = works.asking("a")
+    await works.runs("a")
+    engine, core = works.made["a"][0], works.core("a")
+    entry, state = works.entry("a"), state_of(works.pool)
+    await works.get("a")  # so that the hot path knows it
+    assert resident.verified_engine(works.pool, state, "a") is engine
+    break_down(core)
+    await until(lambda: core._task.done())
+    assert not engines.lives(engine)
+    assert resident.verified_engine(works.pool, state, "a") is None
+    assert resident.ready_engine(works.pool, state, "a", False, None) is None
+    port = works.admission.port
+    assert not port.still_serving("a", engine)
+    assert not port.in_use("a") and entry.in_use == 2
+    target = port.target("a", False, None)
+    assert target not in port.view((target,), 0).ready
+    monkeypatch.setattr(dead, "bury", bury)
+    # Whoever asks finds it dead, and gets a new one.
+    later = await works.get("a")
+    assert later is not engine and engines.lives(later)
+    await ends_with_an_error(answer)
+    for _ in range(works.entry("a").in_use):
+        await works.release("a")
+    await works.pool._unload_engine("a")
 
 
-def test_p2_it_is_a_problem_until_it_is_gone(works: Works) -> None:
-    async def test() -> None:
-        answer = works.asking("a")
-        await works.runs("a")
-        flushed = asyncio.Event()
-        stop = works.made["a"][0].stop
+async def test_p2_it_is_a_problem_until_it_is_gone(works: Works) -> None:
+    answer = works.asking("a")
+    await works.runs("a")
+    flushed = asyncio.Event()
+    stop = works.made["a"][0].stop
 
-        async def held() -> None:
-            await flushed.wait()
-            await stop()
+    async def held() -> None:
+        await flushed.wait()
+        await stop()
 
-        works.made["a"][0].stop = held
-        break_down(works.core("a"))
-        await ends_with_an_error(answer)
-        found = [p for p in observe.observer.problems() if p.kind == "engine"]
-        assert [p.model for p in found] == ["a"]
-        flushed.set()
-        await until(lambda: works.resident() == set())
-        await until(lambda: not state_of(works.pool).dead)
-        assert not [p for p in observe.observer.problems() if p.kind == "engine"]
-
-    run(test)
+    works.made["a"][0].stop = held
+    break_down(works.core("a"))
+    await ends_with_an_error(answer)
+    found = [p for p in observe.observer.problems() if p.kind == "engine"]
+    assert [p.model for p in found] == ["a"]
+    flushed.set()
+    await until(lambda: works.resident() == set())
+    await until(lambda: not state_of(works.pool).dead)
+    assert not [p for p in observe.observer.problems() if p.kind == "engine"]
 
 
-def test_p2_a_loop_that_was_stopped_has_not_died(
+async def test_p2_a_loop_that_was_stopped_has_not_died(
     works: Works, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        assert (await works.asking("a", tokens=3)).completion_tokens == 3
-        await works.pool._unload_engine("a")
-        assert "has died" not in caplog.text
-
-    run(test)
+    assert (await works.asking("a", tokens=3)).completion_tokens == 3
+    await works.pool._unload_engine("a")
+    assert "has died" not in caplog.text
 
 
-def test_p2_a_step_that_fails_alone_costs_no_engine(works: Works) -> None:
-    async def test() -> None:
-        answer = works.asking("a")
-        await works.runs("a")
-        engine = works.made["a"][0]
-        works.core("a").scheduler.script.append(fault)
-        with pytest.raises(RuntimeError, match="the GPU has gone"):
-            await answer
-        assert await works.get("a") is engine
-        await works.release("a")
-        await works.pool._unload_engine("a")
-
-    run(test)
+async def test_p2_a_step_that_fails_alone_costs_no_engine(works: Works) -> None:
+    answer = works.asking("a")
+    await works.runs("a")
+    engine = works.made["a"][0]
+    works.core("a").scheduler.script.append(fault)
+    with pytest.raises(RuntimeError, match="the GPU has gone"):
+        await answer
+    assert await works.get("a") is engine
+    await works.release("a")
+    await works.pool._unload_engine("a")
 
 
 @pytest.mark.parametrize("stopped", ["stopped", "closed"])
-def test_f1_an_engine_that_somebody_has_stopped_is_never_handed_out(
+async def test_f1_an_engine_that_somebody_has_stopped_is_never_handed_out(
     works: Works, stopped: str, make_dead: Callable[[Works, str], Any]
 ) -> None:
-    async def test() -> None:
-        await works.get("a")
-        engine = works.made["a"][0]
-        await make_dead(works, stopped)
-        asking = [works.ask("a") for _ in range(4)]
-        handed = await asyncio.gather(*asking)
-        assert len(works.made["a"]) == 2
-        assert {id(e) for e in handed} == {id(works.made["a"][1])} and engine not in handed
-        for _ in range(5):
-            await works.release("a")
-        assert works.pool._current_model_memory == works.tracked() == 600
-        await works.pool._unload_engine("a")
-        works.assert_idle()
-
-    run(test)
+    await works.get("a")
+    engine = works.made["a"][0]
+    await make_dead(works, stopped)
+    asking = [works.ask("a") for _ in range(4)]
+    handed = await asyncio.gather(*asking)
+    assert len(works.made["a"]) == 2
+    assert {id(e) for e in handed} == {id(works.made["a"][1])} and engine not in handed
+    for _ in range(5):
+        await works.release("a")
+    assert works.pool._current_model_memory == works.tracked() == 600
+    await works.pool._unload_engine("a")
+    works.assert_idle()
 
 
-def test_f1_an_engine_that_the_pool_has_unloaded_does_not_load_itself_again(
+async def test_f1_an_engine_that_the_pool_has_unloaded_does_not_load_itself_again(
     works: Works,
 ) -> None:
     """Whoever still holds it would load its weights once more, in nobody's books."""
-
-    async def test() -> None:
-        engine = await works.get("a")
-        del engine.start  # the class's own
-        await works.pool._unload_engine("a")
-        with pytest.raises(off_loop.EngineClosing, match="was unloaded"):
-            await engine.start()
-        assert engine._engine is None
-
-    run(test)
+    engine = await works.get("a")
+    del engine.start  # the class's own
+    await works.pool._unload_engine("a")
+    with pytest.raises(off_loop.EngineClosing, match="was unloaded"):
+        await engine.start()
+    assert engine._engine is None
 
 
 @pytest.fixture

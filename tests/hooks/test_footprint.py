@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ import pytest
 from omlx_admission.core import footprint
 from omlx_admission.core.footprint import Reading, is_settled
 
-from .conftest import House, run, until
-
-Make = Callable[..., House]
+from .conftest import House, until
 
 
 class Kernel:
@@ -37,104 +34,85 @@ class Kernel:
 
 
 @pytest.mark.slow
-def test_p5_the_load_begins_when_the_footprint_has_noticed(
-    make_house: Make, mocker: Any
+async def test_p5_the_load_begins_when_the_footprint_has_noticed(
+    house: House, mocker: Any
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        kernel = Kernel(house, mocker)
-        at_load: list[int] = []
-        start = house._start
+    kernel = Kernel(house, mocker)
+    at_load: list[int] = []
+    start = house._start
 
-        async def started(name: str) -> None:
-            at_load.append(kernel.read())
-            await start(name)
+    async def started(name: str) -> None:
+        at_load.append(kernel.read())
+        await start(name)
 
-        mocker.patch.object(house, "_start", started)
-        await house.use("a")
-        for model in "babab":
-            swap = house.ask(model)
-            await until(lambda: house.resident() == set() and bool(kernel.read()))
-            looks = kernel.looks
-            await until(lambda seen=looks: kernel.looks >= seen + 4)  # it looks, and waits on
-            assert not swap.done()
-            assert house.admission.policy.swap is not None
-            kernel.reap()
-            await swap
-            await house.release(model)
-        # Never the old one and the new one together.
-        assert at_load == [50] * 6
-        house.assert_idle()
-
-    run(test)
-
-
-def test_p5_nothing_more_is_evicted_for_bytes_that_are_on_their_way(
-    make_house: Make, mocker: Any
-) -> None:
-    """With the residue in the reading, stock would take the next idle model too."""
-
-    async def test() -> None:
-        house = make_house()
-        kernel = Kernel(house, mocker, base=0)
-        for model in ("d", "a"):
-            await house.get(model)
-            await house.release(model)
-        house.entry("d").last_access += 1000
-        swap = house.ask("b")
-        await until(lambda: house.pool._current_model_memory == 300)
+    mocker.patch.object(house, "_start", started)
+    await house.use("a")
+    for model in "babab":
+        swap = house.ask(model)
+        await until(lambda: house.resident() == set() and bool(kernel.read()))
+        looks = kernel.looks
+        await until(lambda seen=looks: kernel.looks >= seen + 4)  # it looks, and waits on
+        assert not swap.done()
+        assert house.admission.policy.swap is not None
         kernel.reap()
         await swap
-        assert house.resident() == {"b", "d"}
-        await house.release("b")
-        house.assert_idle()
+        await house.release(model)
+    # Never the old one and the new one together.
+    assert at_load == [50] * 6
+    house.assert_idle()
 
-    run(test)
 
-
-def test_p5_a_footprint_that_never_falls_stops_nothing_for_good(
-    make_house: Make, mocker: Any
+async def test_p5_nothing_more_is_evicted_for_bytes_that_are_on_their_way(
+    house: House, mocker: Any
 ) -> None:
-    async def test() -> None:
-        mocker.patch.object(footprint, "LONGEST_S", 0.1)
-        house = make_house()
-        Kernel(house, mocker)
-        await house.use("a")
-        await house.get("b")
-        assert house.resident() == {"b"}
-        await house.release("b")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_p5_an_unload_that_is_not_ours_waits_for_nothing(make_house: Make, mocker: Any) -> None:
-    async def test() -> None:
-        house = make_house()
-        kernel = Kernel(house, mocker)
-        await house.use("a")
-        await asyncio.wait_for(house.pool._unload_engine("a"), 5)
-        assert kernel.read() == 650
-        house.assert_idle()
-
-    run(test)
+    """With the residue in the reading, stock would take the next idle model too."""
+    kernel = Kernel(house, mocker, base=0)
+    for model in ("d", "a"):
+        await house.get(model)
+        await house.release(model)
+    house.entry("d").last_access += 1000
+    swap = house.ask("b")
+    await until(lambda: house.pool._current_model_memory == 300)
+    kernel.reap()
+    await swap
+    assert house.resident() == {"b", "d"}
+    await house.release("b")
+    house.assert_idle()
 
 
-def test_p5_a_client_that_leaves_meanwhile_leaves_nothing(
-    make_house: Make, mocker: Any
+async def test_p5_a_footprint_that_never_falls_stops_nothing_for_good(
+    house: House, mocker: Any
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        kernel = Kernel(house, mocker)
-        await house.use("a")
-        swap = house.ask("b")
-        await until(lambda: house.pool._current_model_memory == 0)
-        swap.cancel()
-        kernel.reap()
-        await until(lambda: house.admission.policy.swap is None)
-        house.assert_idle()
+    mocker.patch.object(footprint, "LONGEST_S", 0.1)
+    Kernel(house, mocker)
+    await house.use("a")
+    await house.get("b")
+    assert house.resident() == {"b"}
+    await house.release("b")
+    house.assert_idle()
 
-    run(test)
+
+async def test_p5_an_unload_that_is_not_ours_waits_for_nothing(
+    house: House, mocker: Any
+) -> None:
+    kernel = Kernel(house, mocker)
+    await house.use("a")
+    await asyncio.wait_for(house.pool._unload_engine("a"), 5)
+    assert kernel.read() == 650
+    house.assert_idle()
+
+
+async def test_p5_a_client_that_leaves_meanwhile_leaves_nothing(
+    house: House, mocker: Any
+) -> None:
+    kernel = Kernel(house, mocker)
+    await house.use("a")
+    swap = house.ask("b")
+    await until(lambda: house.pool._current_model_memory == 0)
+    swap.cancel()
+    kernel.reap()
+    await until(lambda: house.admission.policy.swap is None)
+    house.assert_idle()
 
 
 @pytest.mark.parametrize(

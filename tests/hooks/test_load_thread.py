@@ -15,7 +15,6 @@ from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.patching.gate import find
 from omlx_admission.hooks.pool import load_thread
 
-from .conftest import run
 from .gpu_rig import PATIENCE_S, Gate, installed
 from .test_gpu_jobs import _jobs_of, _sources, as_if_of
 
@@ -196,12 +195,8 @@ def test_every_job_of_such_a_load_is_known(pytestconfig: pytest.Config) -> None:
         assert jobs <= load_thread.LOADS, source
 
 
-def test_no_load_waits_for_itself(executor: Any) -> None:
+async def test_no_load_waits_for_itself(executor: Any) -> None:
     """The loop hands jobs over one after another and waits for each: so does a load."""
-
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        for name in ("_load_model_sync", "materialize_lazy_state"):
-            assert await loop.run_in_executor(executor, load(where, name)) == "mlx-load"
-
-    run(test)
+    loop = asyncio.get_running_loop()
+    for name in ("_load_model_sync", "materialize_lazy_state"):
+        assert await loop.run_in_executor(executor, load(where, name)) == "mlx-load"

@@ -14,9 +14,8 @@ from omlx_admission.hooks.pool import model_dirs, unloads
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand
-from .conftest import SIZES, House, later, run, settle, until
+from .conftest import SIZES, House, Make, later, settle, until
 
-Make = Callable[..., House]
 Reload = Callable[..., ByHand]
 
 
@@ -63,141 +62,120 @@ def books_are_right(house: House) -> None:
     assert house.pool._current_model_memory == counted
 
 
-def test_p3_a_second_change_waits_for_the_first_and_then_does_its_own(
+async def test_p3_a_second_change_waits_for_the_first_and_then_does_its_own(
     house: House, reload: Reload
 ) -> None:
     """It must not drop the entry of a model for whose end the first one waits."""
-
-    async def test() -> None:
-        engine = await house.get("d")
-        first = reload()
-        await settle()
-        second = reload(max_wait="0.05")
-        await later(1.0)
-        assert not first.task.done()
-        assert not second.task.done()
-        assert house.entry("d").engine is engine
-        await house.release("d")
-        assert (await first.task)[0] is True
-        assert (await second.task)[0] is True
-        engine.stop.assert_awaited_once()
-        assert house.resident() == set()
-        books_are_right(house)
-        assert state_of(house.pool).reloading is None
-        await house.use("d")
-        house.assert_idle()
-
-    run(test)
+    engine = await house.get("d")
+    first = reload()
+    await settle()
+    second = reload(max_wait="0.05")
+    await later(1.0)
+    assert not first.task.done()
+    assert not second.task.done()
+    assert house.entry("d").engine is engine
+    await house.release("d")
+    assert (await first.task)[0] is True
+    assert (await second.task)[0] is True
+    engine.stop.assert_awaited_once()
+    assert house.resident() == set()
+    books_are_right(house)
+    assert state_of(house.pool).reloading is None
+    await house.use("d")
+    house.assert_idle()
 
 
-def test_p3_both_at_once_end_what_does_not_end_by_itself(
+async def test_p3_both_at_once_end_what_does_not_end_by_itself(
     house: House, reload: Reload, mocker: Any
 ) -> None:
-    async def test() -> None:
-        mocker.patch.object(unloads, "_LEAVE_S", 0.02)
-        engine = await house.get("d")
-        changes = [reload(max_wait="0.05") for _ in range(3)]
-        for change in changes:
-            assert (await change.task)[0] is True
-        engine.stop.assert_awaited_once()
-        assert house.resident() == set()
-        books_are_right(house)
-        assert not house.pool._lock.locked()
-
-    run(test)
+    mocker.patch.object(unloads, "_LEAVE_S", 0.02)
+    engine = await house.get("d")
+    changes = [reload(max_wait="0.05") for _ in range(3)]
+    for change in changes:
+        assert (await change.task)[0] is True
+    engine.stop.assert_awaited_once()
+    assert house.resident() == set()
+    books_are_right(house)
+    assert not house.pool._lock.locked()
 
 
-def test_p4_a_load_in_progress_keeps_its_entry_and_its_bytes(
+async def test_p4_a_load_in_progress_keeps_its_entry_and_its_bytes(
     house: House, reload: Reload
 ) -> None:
-    async def test() -> None:
-        for_a = await house.held_load("a")
-        entry = house.entry("a")
-        change = reload(max_wait="0.05")
-        assert (await change.task)[0] is True
-        assert house.entry("a") is entry
-        assert entry.is_loading
-        view = house.admission.port.view((), 0)
-        assert view.models["a"].loading
-        await house.let_load("a")
-        engine = await for_a
-        assert entry.engine is engine
-        assert house.resident() == {"a"}
-        books_are_right(house)
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    for_a = await house.held_load("a")
+    entry = house.entry("a")
+    change = reload(max_wait="0.05")
+    assert (await change.task)[0] is True
+    assert house.entry("a") is entry
+    assert entry.is_loading
+    view = house.admission.port.view((), 0)
+    assert view.models["a"].loading
+    await house.let_load("a")
+    engine = await for_a
+    assert entry.engine is engine
+    assert house.resident() == {"a"}
+    books_are_right(house)
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_p4_a_load_that_evicts_is_waited_for(house: House, reload: Reload) -> None:
+async def test_p4_a_load_that_evicts_is_waited_for(house: House, reload: Reload) -> None:
     """It has dropped one engine and has none of its own: stock's entries say nothing."""
-
-    async def test() -> None:
-        await house.use("b")
-        house.hold_unloads = True
-        for_a = house.ask("a")
-        await until(lambda: "unload b" in house.events)
-        change = reload()
-        await settle()
-        house.hold_unloads = False
-        await house.let_unload("b")
-        engine = await for_a
-        assert not change.task.done()
-        assert house.entry("a").engine is engine
-        await house.release("a")
-        assert (await change.task)[0] is True
-        engine.stop.assert_awaited_once()
-        assert house.resident() == set()
-        books_are_right(house)
-        house.assert_idle()
-
-    run(test)
+    await house.use("b")
+    house.hold_unloads = True
+    for_a = house.ask("a")
+    await until(lambda: "unload b" in house.events)
+    change = reload()
+    await settle()
+    house.hold_unloads = False
+    await house.let_unload("b")
+    engine = await for_a
+    assert not change.task.done()
+    assert house.entry("a").engine is engine
+    await house.release("a")
+    assert (await change.task)[0] is True
+    engine.stop.assert_awaited_once()
+    assert house.resident() == set()
+    books_are_right(house)
+    house.assert_idle()
 
 
-def test_a_teardown_that_has_yet_to_book_its_bytes_is_waited_for(
+async def test_a_teardown_that_has_yet_to_book_its_bytes_is_waited_for(
     house: House, reload: Reload
 ) -> None:
     """Its engine is gone, so that stock does not find the model among the loaded ones."""
     from omlx.engine_core import get_mlx_executor
 
-    async def test() -> None:
-        await house.use("d")
-        free = threading.Event()
-        get_mlx_executor().submit(free.wait)
-        try:
-            unload = asyncio.ensure_future(house.pool._unload_engine("d"))
-            await until(lambda: house.resident() == set())
-            change = reload()
-            await later(1.0)
-            assert not change.task.done()
-        finally:
-            free.set()
-        await unload
-        assert (await change.task)[0] is True
-        books_are_right(house)
-        house.assert_idle()
-
-    run(test)
+    await house.use("d")
+    free = threading.Event()
+    get_mlx_executor().submit(free.wait)
+    try:
+        unload = asyncio.ensure_future(house.pool._unload_engine("d"))
+        await until(lambda: house.resident() == set())
+        change = reload()
+        await later(1.0)
+        assert not change.task.done()
+    finally:
+        free.set()
+    await unload
+    assert (await change.task)[0] is True
+    books_are_right(house)
+    house.assert_idle()
 
 
-def test_an_engine_that_an_unload_has_spared_stays_in_the_books(
+async def test_an_engine_that_an_unload_has_spared_stays_in_the_books(
     house: House, reload: Reload, mocker: Any
 ) -> None:
     """Stock logs an unload that fails, and goes on."""
+    engine = await house.get("d")
+    await house.release("d")
+    house.entry("d").estimated_size = SIZES["d"]
 
-    async def test() -> None:
-        engine = await house.get("d")
-        await house.release("d")
-        house.entry("d").estimated_size = SIZES["d"]
+    async def fails(*_: Any) -> None:
+        raise RuntimeError("still there")
 
-        async def fails(*_: Any) -> None:
-            raise RuntimeError("still there")
-
-        mocker.patch.object(house.pool, "_unload_engine", fails)
-        assert (await reload().task)[0] is True
-        assert house.entry("d").engine is engine
-        assert house.resident() == {"d"}
-        books_are_right(house)
-
-    run(test)
+    mocker.patch.object(house.pool, "_unload_engine", fails)
+    assert (await reload().task)[0] is True
+    assert house.entry("d").engine is engine
+    assert house.resident() == {"d"}
+    books_are_right(house)

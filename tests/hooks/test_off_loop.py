@@ -16,7 +16,7 @@ import pytest
 from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.pool import off_loop
 
-from .conftest import run, until
+from .conftest import until
 from .gpu_rig import Gate, Model, fake_scheduler, installed
 
 MODULES = (
@@ -113,264 +113,232 @@ async def turns(count: int = 20) -> None:
 
 
 @each_kind
-def test_the_loop_goes_on_while_a_core_is_closed(
+async def test_the_loop_goes_on_while_a_core_is_closed(
     bench: Bench, kind: Callable[[], type]
 ) -> None:
-    async def test() -> None:
-        flush = Gate()
-        engine = bench.engine(kind(), flush=flush)
-        core = engine._engine.engine
-        stopping = task(engine.stop())
-        await flush.until_reached()
-        await turns()
-        assert not stopping.done()
-        flush.open()
-        await stopping
-        assert (engine._engine, engine._loaded, core._closed) == (None, False, True)
-        # The core's loop is a task: it ends where it runs, and before anything else.
-        assert bench.loop_ended_on[0] == "MainThread"
-        assert [name.partition("_")[0] for name in bench.closed_on] == ["admission-close"]
-        assert vars(engine).get(off_loop._ATTRIBUTE) is None
-
-    run(test)
+    flush = Gate()
+    engine = bench.engine(kind(), flush=flush)
+    core = engine._engine.engine
+    stopping = task(engine.stop())
+    await flush.until_reached()
+    await turns()
+    assert not stopping.done()
+    flush.open()
+    await stopping
+    assert (engine._engine, engine._loaded, core._closed) == (None, False, True)
+    # The core's loop is a task: it ends where it runs, and before anything else.
+    assert bench.loop_ended_on[0] == "MainThread"
+    assert [name.partition("_")[0] for name in bench.closed_on] == ["admission-close"]
+    assert vars(engine).get(off_loop._ATTRIBUTE) is None
 
 
 @each_kind
-def test_a_cancel_waits_for_the_end_of_the_teardown(
+async def test_a_cancel_waits_for_the_end_of_the_teardown(
     bench: Bench, kind: Callable[[], type]
 ) -> None:
-    async def test() -> None:
-        flush = Gate()
-        engine = bench.engine(kind(), flush=flush)
-        core = engine._engine.engine
-        stopping = task(engine.stop())
-        await flush.until_reached()
-        for _ in range(2):
-            stopping.cancel()
-            await turns()
-            assert not stopping.done()
-        flush.open()
-        with pytest.raises(asyncio.CancelledError):
-            await stopping
-        assert (engine._engine, core._closed, core.scheduler) == (None, True, None)
-        await engine.stop()  # a closed engine stops as it does in stock
-
-    run(test)
-
-
-@each_kind
-def test_a_second_stop_waits_for_the_first(bench: Bench, kind: Callable[[], type]) -> None:
-    async def test() -> None:
-        flush = Gate()
-        engine = bench.engine(kind(), flush=flush)
-        first = task(engine.stop())
-        await flush.until_reached()
-        second = task(engine.stop())
-        await turns()
-        assert not second.done()
-        flush.open()
-        await asyncio.gather(first, second)
-        assert len(bench.closed_on) == 1
-
-    run(test)
-
-
-@each_kind
-def test_a_start_waits_for_the_stop(bench: Bench, kind: Callable[[], type]) -> None:
-    """Whoever still holds the engine finds it stopped and starts it: after, not amid."""
-
-    async def test() -> None:
-        flush = Gate()
-        engine = bench.engine(kind(), flush=flush)
-        core = engine._engine.engine
-        stopping = task(engine.stop())
-        await flush.until_reached()
-        assert engine._loaded is False
-        started: list[bool] = []
-
-        async def stock() -> None:
-            started.append(core._closed and engine._engine is None)
-
-        starting = task(off_loop.start(stock, engine, (), {}))
-        assert ours(kind()) == {"start", "stop"}
-        await turns()
-        assert not started
-        flush.open()
-        await asyncio.gather(starting, stopping)
-        assert started == [True]
-
-    run(test)
-
-
-@each_kind
-def test_f1_a_start_that_is_cancelled_leaves_no_loop_behind(
-    bench: Bench, kind: Callable[[], type]
-) -> None:
-    """The loop holds the model, and an engine that nobody knows is never stopped."""
-
-    async def test() -> None:
-        engine = bench.engine(kind())
-        core = engine._engine.engine
-        engine._loaded = False
-        waits = asyncio.Event()
-
-        async def stock() -> None:
-            await core.start()
-            waits.set()
-            await asyncio.sleep(3600)  # a draft model, for one
-
-        starting = task(off_loop.start(stock, engine, (), {}))
-        await waits.wait()
-        loop = core._task
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        assert loop.done() and core._closed and engine._engine is None
-
-    run(test)
-
-
-def test_nothing_is_queued_at_a_core_that_closes(bench: Bench) -> None:
-    async def test() -> None:
-        from omlx.engine.batched import BatchedEngine
-
-        flush = Gate()
-        engine = bench.engine(BatchedEngine, "late", flush=flush)
-        handle = engine._engine
-        stopping = task(engine.stop())
-        await flush.until_reached()
-        with pytest.raises(off_loop.EngineClosing, match="'late' was unloaded"):
-            await handle.add_request(prompt=[1, 2])
-        flush.open()
-        await stopping
-
-    run(test)
-
-
-def test_an_error_of_the_cores_stop_is_raised_and_stock_is_not_run_again(bench: Bench) -> None:
-    async def test() -> None:
-        from omlx.engine.batched import BatchedEngine
-
-        engine = bench.engine(BatchedEngine)
-
-        async def broken() -> None:
-            raise ValueError("of the loop")
-
-        engine._engine.stop = broken
-        with pytest.raises(ValueError, match="of the loop"):
-            await engine.stop()
-        assert not bench.closed_on
-        # As in stock: it still has its core, and another stop tries again.
-        del engine._engine.stop
-        assert engine._loaded
-        await engine.stop()
-        assert len(bench.closed_on) == 1
-
-    run(test)
-
-
-def test_an_error_on_the_thread_is_raised_as_it_is(bench: Bench) -> None:
-    async def test() -> None:
-        from omlx.engine.batched import BatchedEngine
-
-        engine = bench.engine(BatchedEngine)
-
-        async def stock() -> None:
-            raise KeyError(threading.current_thread().name)
-
-        with pytest.raises(KeyError, match="admission-close"):
-            await off_loop.stop(stock, engine, (), {})
-        assert vars(engine).get(off_loop._ATTRIBUTE) is None
-        await engine.stop()
-
-    run(test)
-
-
-def test_no_thread_to_be_had_means_stock(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        from omlx.engine.batched import BatchedEngine
-
-        def none(*_: Any, **__: Any) -> None:
-            raise RuntimeError("can't start new thread")
-
-        engine = bench.engine(BatchedEngine)
-        noted: list[str] = []
-        monkeypatch.setattr(off_loop.faults, "note", lambda place, _e: noted.append(place))
-        monkeypatch.setattr(off_loop.concurrent.futures, "ThreadPoolExecutor", none)
-        core = engine._engine.engine
-        await engine.stop()
-        assert noted and core._closed
-        assert bench.closed_on == ["MainThread"]
-
-    run(test)
-
-
-def test_a_stop_that_gives_the_loop_back_goes_on_there(bench: Bench) -> None:
-    """No release that the gate lets in does; were it so, nothing is run twice or lost."""
-
-    async def test() -> None:
-        from omlx.engine.batched import BatchedEngine
-
-        seen: list[str] = []
-        go_on = asyncio.Event()
-
-        async def stock() -> None:
-            seen.append(threading.current_thread().name)
-            await asyncio.sleep(0)
-            seen.append(threading.current_thread().name)
-            await go_on.wait()
-            seen.append("ended")
-
-        engine = bench.engine(BatchedEngine)
-        stopping = task(off_loop.stop(stock, engine, (), {}))
-        await until(lambda: len(seen) == 2)
-        await turns()
+    flush = Gate()
+    engine = bench.engine(kind(), flush=flush)
+    core = engine._engine.engine
+    stopping = task(engine.stop())
+    await flush.until_reached()
+    for _ in range(2):
         stopping.cancel()
         await turns()
         assert not stopping.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await stopping
-        assert seen == ["admission-close_0", "MainThread", "ended"]
-        await engine.stop()
+    flush.open()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert (engine._engine, core._closed, core.scheduler) == (None, True, None)
+    await engine.stop()  # a closed engine stops as it does in stock
 
-    run(test)
+
+@each_kind
+async def test_a_second_stop_waits_for_the_first(
+    bench: Bench, kind: Callable[[], type]
+) -> None:
+    flush = Gate()
+    engine = bench.engine(kind(), flush=flush)
+    first = task(engine.stop())
+    await flush.until_reached()
+    second = task(engine.stop())
+    await turns()
+    assert not second.done()
+    flush.open()
+    await asyncio.gather(first, second)
+    assert len(bench.closed_on) == 1
+
+
+@each_kind
+async def test_a_start_waits_for_the_stop(bench: Bench, kind: Callable[[], type]) -> None:
+    """Whoever still holds the engine finds it stopped and starts it: after, not amid."""
+    flush = Gate()
+    engine = bench.engine(kind(), flush=flush)
+    core = engine._engine.engine
+    stopping = task(engine.stop())
+    await flush.until_reached()
+    assert engine._loaded is False
+    started: list[bool] = []
+
+    async def stock() -> None:
+        started.append(core._closed and engine._engine is None)
+
+    starting = task(off_loop.start(stock, engine, (), {}))
+    assert ours(kind()) == {"start", "stop"}
+    await turns()
+    assert not started
+    flush.open()
+    await asyncio.gather(starting, stopping)
+    assert started == [True]
+
+
+@each_kind
+async def test_f1_a_start_that_is_cancelled_leaves_no_loop_behind(
+    bench: Bench, kind: Callable[[], type]
+) -> None:
+    """The loop holds the model, and an engine that nobody knows is never stopped."""
+    engine = bench.engine(kind())
+    core = engine._engine.engine
+    engine._loaded = False
+    waits = asyncio.Event()
+
+    async def stock() -> None:
+        await core.start()
+        waits.set()
+        await asyncio.sleep(3600)  # a draft model, for one
+
+    starting = task(off_loop.start(stock, engine, (), {}))
+    await waits.wait()
+    loop = core._task
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert loop.done() and core._closed and engine._engine is None
+
+
+async def test_nothing_is_queued_at_a_core_that_closes(bench: Bench) -> None:
+    from omlx.engine.batched import BatchedEngine
+
+    flush = Gate()
+    engine = bench.engine(BatchedEngine, "late", flush=flush)
+    handle = engine._engine
+    stopping = task(engine.stop())
+    await flush.until_reached()
+    with pytest.raises(off_loop.EngineClosing, match="'late' was unloaded"):
+        await handle.add_request(prompt=[1, 2])
+    flush.open()
+    await stopping
+
+
+async def test_an_error_of_the_cores_stop_is_raised_and_stock_is_not_run_again(
+    bench: Bench,
+) -> None:
+    from omlx.engine.batched import BatchedEngine
+
+    engine = bench.engine(BatchedEngine)
+
+    async def broken() -> None:
+        raise ValueError("of the loop")
+
+    engine._engine.stop = broken
+    with pytest.raises(ValueError, match="of the loop"):
+        await engine.stop()
+    assert not bench.closed_on
+    # As in stock: it still has its core, and another stop tries again.
+    del engine._engine.stop
+    assert engine._loaded
+    await engine.stop()
+    assert len(bench.closed_on) == 1
+
+
+async def test_an_error_on_the_thread_is_raised_as_it_is(bench: Bench) -> None:
+    from omlx.engine.batched import BatchedEngine
+
+    engine = bench.engine(BatchedEngine)
+
+    async def stock() -> None:
+        raise KeyError(threading.current_thread().name)
+
+    with pytest.raises(KeyError, match="admission-close"):
+        await off_loop.stop(stock, engine, (), {})
+    assert vars(engine).get(off_loop._ATTRIBUTE) is None
+    await engine.stop()
+
+
+async def test_no_thread_to_be_had_means_stock(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from omlx.engine.batched import BatchedEngine
+
+    def none(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = bench.engine(BatchedEngine)
+    noted: list[str] = []
+    monkeypatch.setattr(off_loop.faults, "note", lambda place, _e: noted.append(place))
+    monkeypatch.setattr(off_loop.concurrent.futures, "ThreadPoolExecutor", none)
+    core = engine._engine.engine
+    await engine.stop()
+    assert noted and core._closed
+    assert bench.closed_on == ["MainThread"]
+
+
+async def test_a_stop_that_gives_the_loop_back_goes_on_there(bench: Bench) -> None:
+    """No release that the gate lets in does; were it so, nothing is run twice or lost."""
+    from omlx.engine.batched import BatchedEngine
+
+    seen: list[str] = []
+    go_on = asyncio.Event()
+
+    async def stock() -> None:
+        seen.append(threading.current_thread().name)
+        await asyncio.sleep(0)
+        seen.append(threading.current_thread().name)
+        await go_on.wait()
+        seen.append("ended")
+
+    engine = bench.engine(BatchedEngine)
+    stopping = task(off_loop.stop(stock, engine, (), {}))
+    await until(lambda: len(seen) == 2)
+    await turns()
+    stopping.cancel()
+    await turns()
+    assert not stopping.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert seen == ["admission-close_0", "MainThread", "ended"]
+    await engine.stop()
 
 
 @pytest.mark.parametrize("bench", [{**ON, "serialize_engine_gpu": True}], indirect=True)
-def test_whoever_waits_for_the_turn_on_the_engines_thread_leaves_first(bench: Bench) -> None:
+async def test_whoever_waits_for_the_turn_on_the_engines_thread_leaves_first(
+    bench: Bench,
+) -> None:
     """Else the close would wait for a turn, and end the process after 60 s."""
+    from omlx.engine.batched import BatchedEngine
+    from omlx.request import SamplingParams
 
-    async def test() -> None:
-        from omlx.engine.batched import BatchedEngine
-        from omlx.request import SamplingParams
-
-        turn = gpu_turn.current
-        assert turn is not None
-        engine = bench.engine(BatchedEngine)
-        core = engine._engine.engine
-        await core.start()
-        hold = turn.acquire("other", "test")
-        try:
-            asking = task(core.generate([1, 2], SamplingParams(max_tokens=3)))
-            await until(lambda: bool(turn.snapshot().waiting))
-            await engine.stop()
-            assert core._closed
-        finally:
-            hold.release()
-        asking.cancel()
-        await asyncio.wait({asking})
-
-    run(test)
+    turn = gpu_turn.current
+    assert turn is not None
+    engine = bench.engine(BatchedEngine)
+    core = engine._engine.engine
+    await core.start()
+    hold = turn.acquire("other", "test")
+    try:
+        asking = task(core.generate([1, 2], SamplingParams(max_tokens=3)))
+        await until(lambda: bool(turn.snapshot().waiting))
+        await engine.stop()
+        assert core._closed
+    finally:
+        hold.release()
+    asking.cancel()
+    await asyncio.wait({asking})
 
 
 @pytest.mark.parametrize("bench", [{"resident_path": False}], indirect=True)
-def test_without_the_resident_path_stock_closes_on_the_loop(bench: Bench) -> None:
-    async def test() -> None:
-        from omlx.engine.batched import BatchedEngine
+async def test_without_the_resident_path_stock_closes_on_the_loop(bench: Bench) -> None:
+    from omlx.engine.batched import BatchedEngine
 
-        engine = bench.engine(BatchedEngine)
-        await engine.stop()
-        assert bench.closed_on == ["MainThread"]
-
-    run(test)
+    engine = bench.engine(BatchedEngine)
+    await engine.stop()
+    assert bench.closed_on == ["MainThread"]

@@ -14,9 +14,7 @@ from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand
-from .conftest import SIZES, House, later, run, settle, soon, until
-
-Make = Callable[..., House]
+from .conftest import SIZES, House, Make, later, settle, soon, until
 
 
 def by_profile(house: House, mocker: Any) -> None:
@@ -31,120 +29,106 @@ def by_profile(house: House, mocker: Any) -> None:
 FAST, SLOW = {"mtp": 1}, {"mtp": 2}
 
 
-def test_b13_the_other_variant_waits_for_the_drain_and_both_are_batched(
+async def test_b13_the_other_variant_waits_for_the_drain_and_both_are_batched(
     make_house: Make, mocker: Any
 ) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0, linger_s=0.0)
-        by_profile(house, mocker)
-        fast = await house.get("d", runtime_settings=FAST)
-        slow = [house.ask("d", runtime_settings=SLOW) for _ in range(3)]
-        late = [house.ask("d", runtime_settings=FAST) for _ in range(3)]
-        await settle()
-        assert not any(t.done() for t in slow)
-        fast.stop.assert_not_awaited()
-        await house.release("d")
-        for together in (slow, late):
-            engines = await asyncio.gather(*together)
-            assert len({id(e) for e in engines}) == 1
-            for _ in together:
-                await house.release("d")
-        # One load for each turn of a variant, whatever the number of its requests.
-        assert house.events.count("loaded d") == 3
-        house.assert_idle()
-
-    run(test)
+    house = make_house(max_age_s=0.0, linger_s=0.0)
+    by_profile(house, mocker)
+    fast = await house.get("d", runtime_settings=FAST)
+    slow = [house.ask("d", runtime_settings=SLOW) for _ in range(3)]
+    late = [house.ask("d", runtime_settings=FAST) for _ in range(3)]
+    await settle()
+    assert not any(t.done() for t in slow)
+    fast.stop.assert_not_awaited()
+    await house.release("d")
+    for together in (slow, late):
+        engines = await asyncio.gather(*together)
+        assert len({id(e) for e in engines}) == 1
+        for _ in together:
+            await house.release("d")
+    # One load for each turn of a variant, whatever the number of its requests.
+    assert house.events.count("loaded d") == 3
+    house.assert_idle()
 
 
-def test_b13_settings_that_change_while_requests_wait_load_once(
+async def test_b13_settings_that_change_while_requests_wait_load_once(
     make_house: Make, mocker: Any
 ) -> None:
     """The operator saves new settings while the old variant is in use and waited for."""
-
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        now = {"mtp": 1}
-        mocker.patch.object(
-            house.pool,
-            "_engine_runtime_signature",
-            lambda _m, s=None, **_k: (("mtp_enabled", str((s or now)["mtp"])),),
-        )
-        old = await house.get("d")
-        now["mtp"] = 2
-        change = ByHand(
-            lambda: house.pool._unload_engine("d"),
-            path="/admin/api/models/d/settings",
-            method="PUT",
-        )
-        late = [house.ask("d") for _ in range(3)]
-        await settle()
-        assert not change.task.done()
+    house = make_house(max_age_s=0.0)
+    now = {"mtp": 1}
+    mocker.patch.object(
+        house.pool,
+        "_engine_runtime_signature",
+        lambda _m, s=None, **_k: (("mtp_enabled", str((s or now)["mtp"])),),
+    )
+    old = await house.get("d")
+    now["mtp"] = 2
+    change = ByHand(
+        lambda: house.pool._unload_engine("d"),
+        path="/admin/api/models/d/settings",
+        method="PUT",
+    )
+    late = [house.ask("d") for _ in range(3)]
+    await settle()
+    assert not change.task.done()
+    await house.release("d")
+    await change.task
+    engines = await asyncio.gather(*late)
+    assert engines[0] is not old
+    assert house.entry("d").runtime_settings_signature == (("mtp_enabled", "2"),)
+    assert house.events.count("loaded d") == 2
+    for _ in late:
         await house.release("d")
-        await change.task
-        engines = await asyncio.gather(*late)
-        assert engines[0] is not old
-        assert house.entry("d").runtime_settings_signature == (("mtp_enabled", "2"),)
-        assert house.events.count("loaded d") == 2
-        for _ in late:
-            await house.release("d")
-        house.assert_idle()
-
-    run(test)
+    house.assert_idle()
 
 
-def test_a_forced_text_load_of_a_vision_model_waits_for_its_requests(
+async def test_a_forced_text_load_of_a_vision_model_waits_for_its_requests(
     make_house: Make, mocker: Any
 ) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0, linger_s=0.0)
-        vision = type("VLMBatchedEngine", (), {})
-        mocker.patch.object(house.module, "VLMBatchedEngine", vision)
-        from omlx_admission.hooks.patching.switches import switches
+    house = make_house(max_age_s=0.0, linger_s=0.0)
+    vision = type("VLMBatchedEngine", (), {})
+    mocker.patch.object(house.module, "VLMBatchedEngine", vision)
+    from omlx_admission.hooks.patching.switches import switches
 
-        mocker.patch.object(switches, "vlm_engine", vision)
-        engine = await house.get("d")
-        mocker.patch.object(engine, "__class__", vision)
-        house.entry("d").engine_type = "vlm"
-        as_text = house.ask("d", force_lm=True)
-        await settle()
-        assert not as_text.done()
-        engine.stop.assert_not_awaited()
-        await house.release("d")
-        assert await as_text is not engine
-        await house.release("d")
-        house.assert_idle()
-
-    run(test)
+    mocker.patch.object(switches, "vlm_engine", vision)
+    engine = await house.get("d")
+    mocker.patch.object(engine, "__class__", vision)
+    house.entry("d").engine_type = "vlm"
+    as_text = house.ask("d", force_lm=True)
+    await settle()
+    assert not as_text.done()
+    engine.stop.assert_not_awaited()
+    await house.release("d")
+    assert await as_text is not engine
+    await house.release("d")
+    house.assert_idle()
 
 
 @pytest.mark.parametrize("when", ["loading", "queued"])
-def test_b19_a_rescan_changes_nothing_for_who_waits(
-    make_house: Make, models: Path, when: str
+async def test_b19_a_rescan_changes_nothing_for_who_waits(
+    house: House, models: Path, when: str
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        await house.get("b")
-        house.hold_loads = True
-        for_a = house.ask("a")
-        await settle()
-        if when == "loading":
-            await house.release("b")
-            await until(lambda: "load a" in house.events)
-        before = house.entry("a")
-        house.pool.discover_models([str(models)], [])
-        for name, size in SIZES.items():
-            house.entry(name).estimated_size = size
-        assert (house.entry("a") is before) == (when == "loading")
-        if when == "queued":
-            await house.release("b")
-        await house.let_load("a")
-        await for_a
-        assert house.pool._current_model_memory == 600
-        assert house.events.count("load a") == 1
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    await house.get("b")
+    house.hold_loads = True
+    for_a = house.ask("a")
+    await settle()
+    if when == "loading":
+        await house.release("b")
+        await until(lambda: "load a" in house.events)
+    before = house.entry("a")
+    house.pool.discover_models([str(models)], [])
+    for name, size in SIZES.items():
+        house.entry(name).estimated_size = size
+    assert (house.entry("a") is before) == (when == "loading")
+    if when == "queued":
+        await house.release("b")
+    await house.let_load("a")
+    await for_a
+    assert house.pool._current_model_memory == 600
+    assert house.events.count("load a") == 1
+    await house.release("a")
+    house.assert_idle()
 
 
 @pytest.fixture
@@ -175,185 +159,157 @@ def change_dirs(models: Path, mocker: Any) -> Iterator[Callable[[House], ByHand]
     return change  # type: ignore[return-value]
 
 
-def test_b19_nothing_loads_between_the_unloads_and_the_rescan(
-    make_house: Make, change_dirs: Callable[[House], ByHand]
+async def test_b19_nothing_loads_between_the_unloads_and_the_rescan(
+    house: House, change_dirs: Callable[[House], ByHand]
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        house.ceiling = 1300
-        engine = await house.get("a")
-        await house.use("d")
-        change = change_dirs(house)
-        await settle()
-        late = [house.ask("p"), house.ask("a")]
-        await settle()
-        change.leave()  # an operation that stops half-way would leave the engine behind
-        await later(1.0)
-        # What is loaded and idle serves on meanwhile.
-        await house.use("d")
-        assert not any(t.done() for t in late)
-        engine.stop.assert_not_awaited()
-        await house.release("a")
-        assert await change.task == (True, "ok")
-        forgotten = house.events.index("forgotten")
-        assert house.events[:forgotten].count("load p") == 0
-        assert house.events[:forgotten].count("load a") == 1
-        for task, model in zip(late, "pa", strict=True):
-            await task
-            await house.release(model)
-        loaded = sum(SIZES[m] for m in house.resident())
-        assert house.pool._current_model_memory == loaded
-        house.assert_idle()
-
-    run(test)
+    house.ceiling = 1300
+    engine = await house.get("a")
+    await house.use("d")
+    change = change_dirs(house)
+    await settle()
+    late = [house.ask("p"), house.ask("a")]
+    await settle()
+    change.leave()  # an operation that stops half-way would leave the engine behind
+    await later(1.0)
+    # What is loaded and idle serves on meanwhile.
+    await house.use("d")
+    assert not any(t.done() for t in late)
+    engine.stop.assert_not_awaited()
+    await house.release("a")
+    assert await change.task == (True, "ok")
+    forgotten = house.events.index("forgotten")
+    assert house.events[:forgotten].count("load p") == 0
+    assert house.events[:forgotten].count("load a") == 1
+    for task, model in zip(late, "pa", strict=True):
+        await task
+        await house.release(model)
+    loaded = sum(SIZES[m] for m in house.resident())
+    assert house.pool._current_model_memory == loaded
+    house.assert_idle()
 
 
-def test_b19_each_model_is_unloaded_when_it_comes_to_rest_itself(
-    make_house: Make, change_dirs: Callable[[House], ByHand]
+async def test_b19_each_model_is_unloaded_when_it_comes_to_rest_itself(
+    house: House, change_dirs: Callable[[House], ByHand]
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        house.ceiling = 1300
-        engines = {model: await house.get(model) for model in ("a", "d")}
-        change = change_dirs(house)
-        await settle()
-        await house.release("a")
-        await until(lambda: engines["a"].stop.await_count == 1)
-        await settle()
-        engines["d"].stop.assert_not_awaited()
-        assert house.resident() == {"d"}
-        await house.release("d")
-        await change.task
-        engines["a"].stop.assert_awaited_once()
-        engines["d"].stop.assert_awaited_once()
-        house.assert_idle()
-
-    run(test)
+    house.ceiling = 1300
+    engines = {model: await house.get(model) for model in ("a", "d")}
+    change = change_dirs(house)
+    await settle()
+    await house.release("a")
+    await until(lambda: engines["a"].stop.await_count == 1)
+    await settle()
+    engines["d"].stop.assert_not_awaited()
+    assert house.resident() == {"d"}
+    await house.release("d")
+    await change.task
+    engines["a"].stop.assert_awaited_once()
+    engines["d"].stop.assert_awaited_once()
+    house.assert_idle()
 
 
-def test_b19_at_the_end_of_the_budget_what_runs_is_ended(
-    make_house: Make, change_dirs: Callable[..., ByHand], mocker: Any
+async def test_b19_at_the_end_of_the_budget_what_runs_is_ended(
+    house: House, change_dirs: Callable[..., ByHand], mocker: Any
 ) -> None:
-    async def test() -> None:
-        mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
-        house = make_house()
-        engine = await house.get("a")
-        await soon(change_dirs(house, max_wait="0.1").task)
-        engine.abort_all_requests.assert_awaited_once()
-        engine.stop.assert_awaited_once()
-        assert house.pool._current_model_memory == 0
-        assert state_of(house.pool).reloading is None
-        # The lease that outlived its engine is given back to nobody.
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
+    engine = await house.get("a")
+    await soon(change_dirs(house, max_wait="0.1").task)
+    engine.abort_all_requests.assert_awaited_once()
+    engine.stop.assert_awaited_once()
+    assert house.pool._current_model_memory == 0
+    assert state_of(house.pool).reloading is None
+    # The lease that outlived its engine is given back to nobody.
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_b19_a_load_that_runs_ends_before_everything_is_forgotten(
-    make_house: Make, change_dirs: Callable[[House], ByHand]
+async def test_b19_a_load_that_runs_ends_before_everything_is_forgotten(
+    house: House, change_dirs: Callable[[House], ByHand]
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        for_a = await house.held_load("a")
-        change = change_dirs(house)
-        await settle()
-        assert "forgotten" not in house.events
-        await house.let_load("a")
-        await for_a
-        await later(1.0)
-        assert "forgotten" not in house.events
-        await house.release("a")
-        await change.task
-        assert house.resident() == set()
-        assert house.pool._current_model_memory == 0
-        house.assert_idle()
-
-    run(test)
+    for_a = await house.held_load("a")
+    change = change_dirs(house)
+    await settle()
+    assert "forgotten" not in house.events
+    await house.let_load("a")
+    await for_a
+    await later(1.0)
+    assert "forgotten" not in house.events
+    await house.release("a")
+    await change.task
+    assert house.resident() == set()
+    assert house.pool._current_model_memory == 0
+    house.assert_idle()
 
 
-def test_a_deletion_ends_who_waits_for_the_model(make_house: Make) -> None:
+async def test_a_deletion_ends_who_waits_for_the_model(house: House) -> None:
     """Stock unloads it, removes its folder and entry, and scans again."""
+    await house.get("a")
+    for_d = house.ask("d", runtime_settings=None)
+    await for_d
+    waiting = house.ask("b")
+    await settle()
 
-    async def test() -> None:
-        house = make_house()
-        await house.get("a")
-        for_d = house.ask("d", runtime_settings=None)
-        await for_d
-        waiting = house.ask("b")
-        await settle()
+    async def delete() -> None:
+        await house.pool._unload_engine("d")
+        for name in ("d", "b"):
+            house.pool._entries.pop(name)
+        house.pool.discover_models([], [])
 
-        async def delete() -> None:
-            await house.pool._unload_engine("d")
-            for name in ("d", "b"):
-                house.pool._entries.pop(name)
-            house.pool.discover_models([], [])
-
-        deletion = ByHand(delete, path="/admin/api/hf/models/d", method="DELETE")
-        await settle()
-        assert not deletion.task.done()
-        await house.release("d")
-        await deletion.task
-        with pytest.raises(house.module.ModelNotFoundError):
-            await waiting
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    deletion = ByHand(delete, path="/admin/api/hf/models/d", method="DELETE")
+    await settle()
+    assert not deletion.task.done()
+    await house.release("d")
+    await deletion.task
+    with pytest.raises(house.module.ModelNotFoundError):
+        await waiting
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_a_pin_of_the_draining_model_ends_its_drain(make_house: Make) -> None:
+async def test_a_pin_of_the_draining_model_ends_its_drain(make_house: Make) -> None:
     """What is pinned meanwhile never leaves: who waits for its room is told so."""
-
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        engine = await house.get("a")
-        for_b = house.ask("b")
-        await settle()
-        assert house.entry("a").pending_unload_reason
-        house.pool.set_pinned("a", True)
-        late = house.ask("a")
-        with pytest.raises(house.module.InsufficientMemoryError):
-            await for_b
-        assert await late is engine
-        house.pool.set_pinned("a", False)
-        again = house.ask("b")
-        await house.release("a")
-        await house.release("a")
-        await again
-        await house.release("b")
-        house.assert_idle()
-
-    run(test)
+    house = make_house(max_age_s=0.0)
+    engine = await house.get("a")
+    for_b = house.ask("b")
+    await settle()
+    assert house.entry("a").pending_unload_reason
+    house.pool.set_pinned("a", True)
+    late = house.ask("a")
+    with pytest.raises(house.module.InsufficientMemoryError):
+        await for_b
+    assert await late is engine
+    house.pool.set_pinned("a", False)
+    again = house.ask("b")
+    await house.release("a")
+    await house.release("a")
+    await again
+    await house.release("b")
+    house.assert_idle()
 
 
-def test_the_sweep_for_expired_models_spares_who_drains_or_waits(
+async def test_the_sweep_for_expired_models_spares_who_drains_or_waits(
     make_house: Make, mocker: Any
 ) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        manager = mocker.Mock()
-        manager.get_settings.return_value.ttl_seconds = 1
-        await house.get("a")
-        for_b = house.ask("b")
-        await settle()
-        house.entry("a").last_access = 1.0
-        assert await house.pool.check_ttl_expirations(manager) == []
-        await house.release("a")
-        await for_b
-        house.entry("b").last_access = 1.0
-        assert await house.pool.check_ttl_expirations(manager) == []
-        late = house.ask("a")
-        await house.release("b")
-        await late
-        await house.release("a")
-        house.entry("a").last_access = 1.0
-        assert await house.pool.check_ttl_expirations(manager) == ["a"]
-        assert await house.get("a")
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    house = make_house(max_age_s=0.0)
+    manager = mocker.Mock()
+    manager.get_settings.return_value.ttl_seconds = 1
+    await house.get("a")
+    for_b = house.ask("b")
+    await settle()
+    house.entry("a").last_access = 1.0
+    assert await house.pool.check_ttl_expirations(manager) == []
+    await house.release("a")
+    await for_b
+    house.entry("b").last_access = 1.0
+    assert await house.pool.check_ttl_expirations(manager) == []
+    late = house.ask("a")
+    await house.release("b")
+    await late
+    await house.release("a")
+    house.entry("a").last_access = 1.0
+    assert await house.pool.check_ttl_expirations(manager) == ["a"]
+    assert await house.get("a")
+    await house.release("a")
+    house.assert_idle()
 
 
 def dflash(house: House, mocker: Any, models: str, runs: bool = True) -> None:
@@ -365,256 +321,216 @@ def dflash(house: House, mocker: Any, models: str, runs: bool = True) -> None:
     )
 
 
-def test_b44_a_pinned_member_of_an_exclusive_kind_is_the_reason(
-    make_house: Make, mocker: Any
+async def test_b44_a_pinned_member_of_an_exclusive_kind_is_the_reason(
+    house: House, mocker: Any
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        dflash(house, mocker, "dp")
-        house.entry("d").is_pinned = True
-        await house.use("d")
+    dflash(house, mocker, "dp")
+    house.entry("d").is_pinned = True
+    await house.use("d")
 
-        async def ask() -> None:
-            await house.get("p")
+    async def ask() -> None:
+        await house.get("p")
 
-        by_hand = ByHand(ask, path="/v1/chat/completions")
-        with pytest.raises(house.module.InsufficientMemoryError):
-            await by_hand.task
-        refusal = by_hand.request.refusal
-        assert refusal is not None
-        assert (refusal.status, refusal.code) == (507, "model_too_large")
-        assert "beside 'd', which is pinned" in refusal.message
-        assert "only one can be loaded" in refusal.message
-        # The others of the house are not concerned.
-        await house.use("a")
-        assert house.resident() == {"a", "d"}
-        house.assert_idle()
-
-    run(test)
+    by_hand = ByHand(ask, path="/v1/chat/completions")
+    with pytest.raises(house.module.InsufficientMemoryError):
+        await by_hand.task
+    refusal = by_hand.request.refusal
+    assert refusal is not None
+    assert (refusal.status, refusal.code) == (507, "model_too_large")
+    assert "beside 'd', which is pinned" in refusal.message
+    assert "only one can be loaded" in refusal.message
+    # The others of the house are not concerned.
+    await house.use("a")
+    assert house.resident() == {"a", "d"}
+    house.assert_idle()
 
 
-def test_f5_an_option_that_fell_back_excludes_nobody(make_house: Make, mocker: Any) -> None:
+async def test_f5_an_option_that_fell_back_excludes_nobody(house: House, mocker: Any) -> None:
     """What runs is a plain engine: both fit, so both stay, and no pin forbids either."""
-
-    async def test() -> None:
-        house = make_house()
-        dflash(house, mocker, "dp", runs=False)
-        house.entry("d").is_pinned = True
-        for model in "dp":
-            await house.get(model)
-            await house.release(model)
-        assert house.resident() == {"d", "p"}
-        # And where it is not known yet what the wanted one will be.
-        assert "unload d" not in house.events
-        house.assert_idle()
-
-    run(test)
+    dflash(house, mocker, "dp", runs=False)
+    house.entry("d").is_pinned = True
+    for model in "dp":
+        await house.get(model)
+        await house.release(model)
+    assert house.resident() == {"d", "p"}
+    # And where it is not known yet what the wanted one will be.
+    assert "unload d" not in house.events
+    house.assert_idle()
 
 
-def test_f5_the_next_load_knows_that_the_last_one_fell_back(
-    make_house: Make, mocker: Any
+async def test_f5_the_next_load_knows_that_the_last_one_fell_back(
+    house: House, mocker: Any
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        dflash(house, mocker, "dp", runs=False)
-        await house.use("p")
-        await house.pool._unload_engine("p")
-        house.dflash.add("d")
-        await house.use("d")
-        await house.get("p")  # will fall back again: nobody leaves for it
-        await house.release("p")
-        assert house.resident() == {"d", "p"}
-        house.dflash.add("p")  # it was installed meanwhile
-        await house.pool._unload_engine("p")
-        await house.use("p")
-        await house.pool._unload_engine("p")
-        await house.use("d", "p")
-        assert house.resident() == {"p"}
-        house.assert_idle()
-
-    run(test)
+    dflash(house, mocker, "dp", runs=False)
+    await house.use("p")
+    await house.pool._unload_engine("p")
+    house.dflash.add("d")
+    await house.use("d")
+    await house.get("p")  # will fall back again: nobody leaves for it
+    await house.release("p")
+    assert house.resident() == {"d", "p"}
+    house.dflash.add("p")  # it was installed meanwhile
+    await house.pool._unload_engine("p")
+    await house.use("p")
+    await house.pool._unload_engine("p")
+    await house.use("d", "p")
+    assert house.resident() == {"p"}
+    house.assert_idle()
 
 
-def test_f5_a_load_says_nothing_of_what_it_will_be(make_house: Make, mocker: Any) -> None:
+async def test_f5_a_load_says_nothing_of_what_it_will_be(house: House, mocker: Any) -> None:
     """It may fall back too: who asks meanwhile waits for that, pinned or not."""
-
-    async def test() -> None:
-        house = make_house()
-        dflash(house, mocker, "dp", runs=False)
-        house.entry("d").is_pinned = True
-        for_d = await house.held_load("d")
-        for_p = house.ask("p")
-        await settle()
-        assert not for_p.done()
-        house.hold_loads = False
-        await house.let_load("d")
-        await asyncio.gather(for_d, for_p)
-        assert house.resident() == {"d", "p"}
-        for model in "dp":
-            await house.release(model)
-        house.assert_idle()
-
-    run(test)
+    dflash(house, mocker, "dp", runs=False)
+    house.entry("d").is_pinned = True
+    for_d = await house.held_load("d")
+    for_p = house.ask("p")
+    await settle()
+    assert not for_p.done()
+    house.hold_loads = False
+    await house.let_load("d")
+    await asyncio.gather(for_d, for_p)
+    assert house.resident() == {"d", "p"}
+    for model in "dp":
+        await house.release(model)
+    house.assert_idle()
 
 
-def test_f5_a_text_load_of_a_member_is_a_member(make_house: Make, mocker: Any) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        dflash(house, mocker, "dp")
-        await house.get("d")
-        for_p = house.ask("p", force_lm=True)
-        await settle()
-        assert not for_p.done()
-        assert "load p" not in house.events
-        await house.release("d")
-        await for_p
-        assert house.resident() == {"p"}
-        await house.release("p")
-        house.assert_idle()
-
-    run(test)
+async def test_f5_a_text_load_of_a_member_is_a_member(make_house: Make, mocker: Any) -> None:
+    house = make_house(max_age_s=0.0)
+    dflash(house, mocker, "dp")
+    await house.get("d")
+    for_p = house.ask("p", force_lm=True)
+    await settle()
+    assert not for_p.done()
+    assert "load p" not in house.events
+    await house.release("d")
+    await for_p
+    assert house.resident() == {"p"}
+    await house.release("p")
+    house.assert_idle()
 
 
-def test_f6_the_size_of_what_is_loaded_is_not_counted_twice(
+async def test_f6_the_size_of_what_is_loaded_is_not_counted_twice(
     make_house: Make, mocker: Any
 ) -> None:
     """What its settings add is in the runtime size already, and is added again at a load."""
-
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        if not hasattr(house.pool, "_entry_runtime_resident_size"):
-            pytest.skip("this oMLX knows no size of settings")
-        mocker.patch.object(
-            house.pool,
-            "_entry_runtime_resident_size",
-            lambda *_a, base_size, **_k: base_size + 300,
-        )
-        await house.get("a")  # 900
-        assert house.entry("a").runtime_estimated_size == 900
-        for_b = house.ask("b")
-        await settle()
-        again = house.ask("a")  # its gate is closed
-        await settle()
-        (size,) = {
-            w.size
-            for t in house.admission.policy.targets
-            if t.model == "a"
-            for w in house.admission.policy.waiters(t)
-        }
-        assert size == 900
-        await house.release("a")
-        await for_b
-        await house.release("b")
-        await again
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    house = make_house(max_age_s=0.0)
+    if not hasattr(house.pool, "_entry_runtime_resident_size"):
+        pytest.skip("this oMLX knows no size of settings")
+    mocker.patch.object(
+        house.pool,
+        "_entry_runtime_resident_size",
+        lambda *_a, base_size, **_k: base_size + 300,
+    )
+    await house.get("a")  # 900
+    assert house.entry("a").runtime_estimated_size == 900
+    for_b = house.ask("b")
+    await settle()
+    again = house.ask("a")  # its gate is closed
+    await settle()
+    (size,) = {
+        w.size
+        for t in house.admission.policy.targets
+        if t.model == "a"
+        for w in house.admission.policy.waiters(t)
+    }
+    assert size == 900
+    await house.release("a")
+    await for_b
+    await house.release("b")
+    await again
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_f6_sizes_are_asked_again_while_requests_wait(make_house: Make) -> None:
+async def test_f6_sizes_are_asked_again_while_requests_wait(house: House) -> None:
     """A rescan found other files: what was too large at the door may fit, and vice versa."""
-
-    async def test() -> None:
-        house = make_house()
-        await house.get("a")
-        waiting = [house.ask("b") for _ in range(2)]
-        await settle()
-        house.entry("b").estimated_size = 300
-        house.admission.step()
-        await asyncio.gather(*waiting)  # beside it
-        assert house.resident() == {"a", "b"}
-        for model in "bb":
-            await house.release(model)
-        await house.pool._unload_engine("b")
-        house.entry("b").estimated_size = 600
-        late = house.ask("b")
-        await settle()
-        house.entry("b").estimated_size = 1100
-        house.admission.step()
-        with pytest.raises(house.module.ModelTooLargeError, match="b"):
-            await late
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    await house.get("a")
+    waiting = [house.ask("b") for _ in range(2)]
+    await settle()
+    house.entry("b").estimated_size = 300
+    house.admission.step()
+    await asyncio.gather(*waiting)  # beside it
+    assert house.resident() == {"a", "b"}
+    for model in "bb":
+        await house.release(model)
+    await house.pool._unload_engine("b")
+    house.entry("b").estimated_size = 600
+    late = house.ask("b")
+    await settle()
+    house.entry("b").estimated_size = 1100
+    house.admission.step()
+    with pytest.raises(house.module.ModelTooLargeError, match="b"):
+        await late
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_b44_an_exclusive_member_that_is_unloaded_by_hand_makes_room(
+async def test_b44_an_exclusive_member_that_is_unloaded_by_hand_makes_room(
     make_house: Make, mocker: Any
 ) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        dflash(house, mocker, "dp")
-        await house.get("d")
-        for_p = house.ask("p")
-        by_hand = ByHand(lambda: house.pool._unload_engine("d"), path="/v1/models/d/unload")
-        await settle()
-        assert not for_p.done()
-        await house.release("d")
-        await by_hand.task
-        await for_p
-        assert house.events.count("unload d") == 1
-        await house.release("p")
-        house.assert_idle()
-
-    run(test)
+    house = make_house(max_age_s=0.0)
+    dflash(house, mocker, "dp")
+    await house.get("d")
+    for_p = house.ask("p")
+    by_hand = ByHand(lambda: house.pool._unload_engine("d"), path="/v1/models/d/unload")
+    await settle()
+    assert not for_p.done()
+    await house.release("d")
+    await by_hand.task
+    await for_p
+    assert house.events.count("unload d") == 1
+    await house.release("p")
+    house.assert_idle()
 
 
 @pytest.mark.parametrize("mode", ["guard off", "admin load", "one model"])
-def test_b57_every_way_in_drains_and_swaps(make_house: Make, mode: str) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0, max_models=1 if mode == "one model" else 0)
-        first = "d" if mode == "one model" else "a"
-        if mode == "guard off":
-            if not hasattr(house.pool, "_fallback_admission_ceiling"):
-                pytest.skip("this oMLX has no fallback with the guard off")
-            house.ceiling = 0
-            house.pool._get_admission_ceiling = lambda: 1000
-        if mode == "admin load":
-            route = ByHand(
-                lambda: house.get(first, lease=False), path=f"/admin/api/models/{first}/load"
-            )
-            await route.task
-            await house.get(first)
-        else:
-            await house.get(first)
-        other = "p" if mode == "one model" else "b"
-        for_other = house.ask(other)
-        await settle()
-        assert not for_other.done()
-        assert house.resident() == {first}
-        await house.release(first)
-        await for_other
-        assert house.resident() == {other}
-        await house.release(other)
-        house.assert_idle()
-
-    run(test)
+async def test_b57_every_way_in_drains_and_swaps(make_house: Make, mode: str) -> None:
+    house = make_house(max_age_s=0.0, max_models=1 if mode == "one model" else 0)
+    first = "d" if mode == "one model" else "a"
+    if mode == "guard off":
+        if not hasattr(house.pool, "_fallback_admission_ceiling"):
+            pytest.skip("this oMLX has no fallback with the guard off")
+        house.ceiling = 0
+        house.pool._get_admission_ceiling = lambda: 1000
+    if mode == "admin load":
+        route = ByHand(
+            lambda: house.get(first, lease=False), path=f"/admin/api/models/{first}/load"
+        )
+        await route.task
+        await house.get(first)
+    else:
+        await house.get(first)
+    other = "p" if mode == "one model" else "b"
+    for_other = house.ask(other)
+    await settle()
+    assert not for_other.done()
+    assert house.resident() == {first}
+    await house.release(first)
+    await for_other
+    assert house.resident() == {other}
+    await house.release(other)
+    house.assert_idle()
 
 
-def test_b60_a_load_that_hangs_ends_its_waiters_and_no_resident_notices(
-    make_house: Make,
+async def test_b60_a_load_that_hangs_ends_its_waiters_and_no_resident_notices(
+    house: House,
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        resident = await house.get("d")
+    resident = await house.get("d")
+    await house.release("d")
+    house.hold_loads = True
+    path = "/v1/chat/completions"
+    stuck = [ByHand(lambda: house.get("a"), path, max_wait="0.1") for _ in range(2)]
+    await until(lambda: "load a" in house.events)
+    assert await house.get("d") is resident
+    for waiter in stuck:
+        with pytest.raises(admission_refused()):
+            await waiter.task
+        assert waiter.code == "model_swap_timeout"
+    assert house.admission.policy.waiting == 0
+    assert await house.get("d") is resident
+    for _ in range(2):
         await house.release("d")
-        house.hold_loads = True
-        path = "/v1/chat/completions"
-        stuck = [ByHand(lambda: house.get("a"), path, max_wait="0.1") for _ in range(2)]
-        await until(lambda: "load a" in house.events)
-        assert await house.get("d") is resident
-        for waiter in stuck:
-            with pytest.raises(admission_refused()):
-                await waiter.task
-            assert waiter.code == "model_swap_timeout"
-        assert house.admission.policy.waiting == 0
-        assert await house.get("d") is resident
-        for _ in range(2):
-            await house.release("d")
-        await house.let_load("a")
-        await until(lambda: house.admission.policy.swap is None)
-        house.assert_idle()
-
-    run(test)
+    await house.let_load("a")
+    await until(lambda: house.admission.policy.swap is None)
+    house.assert_idle()

@@ -10,9 +10,7 @@ import pytest
 
 from omlx_admission.hooks.pool import pending_unloads as pending
 
-from .conftest import House, enforcer_of, run, settle, until
-
-Make = Callable[..., House]
+from .conftest import House, Make, enforcer_of, settle, until
 
 #: Bytes over the ceiling of 1000 at which one poll is enough for an emergency.
 EMERGENCY = 1000 + 3 * 1024**3
@@ -37,210 +35,178 @@ async def under_pressure(house: House, enforcer: Any, usage: int = EMERGENCY) ->
     await enforcer._check_and_enforce()
 
 
-def test_a_mark_that_outlives_its_lease_is_completed_and_the_next_request_served(
-    make_house: Make, make_enforcer: Callable[[House], Any]
+async def test_a_mark_that_outlives_its_lease_is_completed_and_the_next_request_served(
+    house: House, make_enforcer: Callable[[House], Any]
 ) -> None:
     """The lease goes while the engine still has the ended request in its own queues."""
-
-    async def test() -> None:
-        house = make_house()
-        enforcer = make_enforcer(house)
-        engine = await house.get("a")
-        engine.has_active_requests.return_value = True
-        await under_pressure(house, enforcer)
-        engine.abort_all_requests.assert_awaited()
-        assert house.entry("a").pending_unload_reason == "hard memory pressure"
-        late = house.ask("a")
-        await house.release("a")  # the request is out, the engine not yet
-        await settle()
-        assert not late.done()
-        engine.has_active_requests.return_value = False
-        assert await late is not engine
-        engine.stop.assert_awaited_once()
-        assert not house.entry("a").abort_requested
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    enforcer = make_enforcer(house)
+    engine = await house.get("a")
+    engine.has_active_requests.return_value = True
+    await under_pressure(house, enforcer)
+    engine.abort_all_requests.assert_awaited()
+    assert house.entry("a").pending_unload_reason == "hard memory pressure"
+    late = house.ask("a")
+    await house.release("a")  # the request is out, the engine not yet
+    await settle()
+    assert not late.done()
+    engine.has_active_requests.return_value = False
+    assert await late is not engine
+    engine.stop.assert_awaited_once()
+    assert not house.entry("a").abort_requested
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_a_mark_that_recovery_made_pointless_is_withdrawn(
-    make_house: Make, make_enforcer: Callable[[House], Any]
+async def test_a_mark_that_recovery_made_pointless_is_withdrawn(
+    house: House, make_enforcer: Callable[[House], Any]
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        enforcer = make_enforcer(house)
-        engine = await house.get("a")
-        engine.has_active_requests.return_value = True
-        await under_pressure(house, enforcer)
-        late = house.ask("a")
-        await house.release("a")
-        await under_pressure(house, enforcer, usage=0)
-        await settle()
-        assert not late.done()
-        engine.has_active_requests.return_value = False
-        # The memory is back and the model still there: nobody pays for a load.
-        assert await late is engine
-        assert not house.entry("a").abort_requested
-        engine.stop.assert_not_awaited()
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    enforcer = make_enforcer(house)
+    engine = await house.get("a")
+    engine.has_active_requests.return_value = True
+    await under_pressure(house, enforcer)
+    late = house.ask("a")
+    await house.release("a")
+    await under_pressure(house, enforcer, usage=0)
+    await settle()
+    assert not late.done()
+    engine.has_active_requests.return_value = False
+    # The memory is back and the model still there: nobody pays for a load.
+    assert await late is engine
+    assert not house.entry("a").abort_requested
+    engine.stop.assert_not_awaited()
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_a_model_pinned_after_its_mark_stays(
-    make_house: Make, make_enforcer: Callable[[House], Any]
+async def test_a_model_pinned_after_its_mark_stays(
+    house: House, make_enforcer: Callable[[House], Any]
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        enforcer = make_enforcer(house)
-        engine = await house.get("a")
-        await under_pressure(house, enforcer)
-        house.pool.set_pinned("a", True)
-        late = house.ask("a")
-        await settle()
-        await house.release("a")
-        assert await late is engine
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    enforcer = make_enforcer(house)
+    engine = await house.get("a")
+    await under_pressure(house, enforcer)
+    house.pool.set_pinned("a", True)
+    late = house.ask("a")
+    await settle()
+    await house.release("a")
+    assert await late is engine
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_a_marked_engine_whose_loop_has_died_is_unloaded(
-    make_house: Make, make_enforcer: Callable[[House], Any], mocker: Any
+async def test_a_marked_engine_whose_loop_has_died_is_unloaded(
+    house: House, make_enforcer: Callable[[House], Any], mocker: Any
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        enforcer = make_enforcer(house)
-        engine = await house.get("a")
-        engine.has_active_requests.return_value = True
-        await under_pressure(house, enforcer)
-        engine._engine = mocker.Mock()
-        engine._engine.engine._task.done.return_value = True
-        engine._engine.engine.scheduler = None
-        await house.release("a")
-        assert await house.get("a") is not engine
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    enforcer = make_enforcer(house)
+    engine = await house.get("a")
+    engine.has_active_requests.return_value = True
+    await under_pressure(house, enforcer)
+    engine._engine = mocker.Mock()
+    engine._engine.engine._task.done.return_value = True
+    engine._engine.engine.scheduler = None
+    await house.release("a")
+    assert await house.get("a") is not engine
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_an_evicted_model_comes_back_for_its_next_request(
-    make_house: Make, make_enforcer: Callable[[House], Any]
+async def test_an_evicted_model_comes_back_for_its_next_request(
+    house: House, make_enforcer: Callable[[House], Any]
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        enforcer = make_enforcer(house)
-        engine = await house.get("a")
-        await house.release("a")
-        house.hold_unloads = True
-        enforcer.usage = 990
-        stop = engine.stop.side_effect
+    enforcer = make_enforcer(house)
+    engine = await house.get("a")
+    await house.release("a")
+    house.hold_unloads = True
+    enforcer.usage = 990
+    stop = engine.stop.side_effect
 
-        async def stopped() -> None:
-            await stop()
-            enforcer.usage = 0
+    async def stopped() -> None:
+        await stop()
+        enforcer.usage = 0
 
-        engine.stop.side_effect = stopped
-        poll = asyncio.ensure_future(enforcer._check_and_enforce())
-        await until(lambda: "unload a" in house.events)
-        late = house.ask("a")
-        await settle()
-        assert not late.done()
-        await house.let_unload("a")
-        await poll
-        assert await late is not engine
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    engine.stop.side_effect = stopped
+    poll = asyncio.ensure_future(enforcer._check_and_enforce())
+    await until(lambda: "unload a" in house.events)
+    late = house.ask("a")
+    await settle()
+    assert not late.done()
+    await house.let_unload("a")
+    await poll
+    assert await late is not engine
+    await house.release("a")
+    house.assert_idle()
 
 
 @pytest.mark.parametrize("when", ["draining", "loading"])
 @pytest.mark.parametrize("usage", [990, EMERGENCY])
-def test_pressure_during_a_drain_or_a_load_leaves_each_waiter_one_outcome(
+async def test_pressure_during_a_drain_or_a_load_leaves_each_waiter_one_outcome(
     make_house: Make, make_enforcer: Callable[[House], Any], when: str, usage: int
 ) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        enforcer = make_enforcer(house)
-        engine = await house.get("a")
-        engine.has_active_requests.return_value = True
-        house.hold_loads = True
-        waiters = [house.ask("b"), house.ask("b"), house.ask("a")]
-        await settle()
-        assert house.entry("a").pending_unload_reason
+    house = make_house(max_age_s=0.0)
+    enforcer = make_enforcer(house)
+    engine = await house.get("a")
+    engine.has_active_requests.return_value = True
+    house.hold_loads = True
+    waiters = [house.ask("b"), house.ask("b"), house.ask("a")]
+    await settle()
+    assert house.entry("a").pending_unload_reason
 
-        async def aborted(**_said: str) -> int:
-            engine.has_active_requests.return_value = False
-            return 1
-
-        engine.abort_all_requests.side_effect = aborted
-        poll = None
-        if when == "draining":
-            await under_pressure(house, enforcer, usage)
-            assert house.entry("a").in_use == 1  # its request has not been told yet
-        await house.release("a")
+    async def aborted(**_said: str) -> int:
         engine.has_active_requests.return_value = False
-        await until(lambda: "load b" in house.events)
-        if when == "loading":
-            enforcer.usage = usage
-            poll = asyncio.ensure_future(enforcer._check_and_enforce())
-            await settle()
-        enforcer.usage = 0
-        house.hold_loads = False
-        served: list[str] = []
+        return 1
 
-        async def use(model: str, waiter: asyncio.Task[Any]) -> None:
-            await waiter
-            served.append(model)
-            await house.release(model)
+    engine.abort_all_requests.side_effect = aborted
+    poll = None
+    if when == "draining":
+        await under_pressure(house, enforcer, usage)
+        assert house.entry("a").in_use == 1  # its request has not been told yet
+    await house.release("a")
+    engine.has_active_requests.return_value = False
+    await until(lambda: "load b" in house.events)
+    if when == "loading":
+        enforcer.usage = usage
+        poll = asyncio.ensure_future(enforcer._check_and_enforce())
+        await settle()
+    enforcer.usage = 0
+    house.hold_loads = False
+    served: list[str] = []
 
-        uses = [use(m, w) for m, w in zip("bba", waiters, strict=True)]
-        done = asyncio.gather(*uses)
-        await house.let_load("b")
-        await done
-        if poll is not None:
-            await poll
-        assert sorted(served) == ["a", "b", "b"]
-        await until(lambda: not house.entry("a").pending_unload_reason)
-        house.assert_idle()
+    async def use(model: str, waiter: asyncio.Task[Any]) -> None:
+        await waiter
+        served.append(model)
+        await house.release(model)
 
-    run(test)
+    uses = [use(m, w) for m, w in zip("bba", waiters, strict=True)]
+    done = asyncio.gather(*uses)
+    await house.let_load("b")
+    await done
+    if poll is not None:
+        await poll
+    assert sorted(served) == ["a", "b", "b"]
+    await until(lambda: not house.entry("a").pending_unload_reason)
+    house.assert_idle()
 
 
-def test_the_mark_of_an_admin_unload_is_always_completed(make_house: Make) -> None:
+async def test_the_mark_of_an_admin_unload_is_always_completed(house: House) -> None:
     """Since 0.6.2; with the memory in order, as it is in nearly every such unload."""
-
-    async def test() -> None:
-        house = make_house()
-        if not hasattr(house.pool, "request_unload"):
-            pytest.skip("this oMLX has no request_unload")
-        engine = await house.get("a")
-        assert await house.pool.request_unload("a", reason="manual admin unload") is False
-        late = house.ask("a")
-        await settle()
-        await house.release("a")
-        assert await late is not engine
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    if not hasattr(house.pool, "request_unload"):
+        pytest.skip("this oMLX has no request_unload")
+    engine = await house.get("a")
+    assert await house.pool.request_unload("a", reason="manual admin unload") is False
+    late = house.ask("a")
+    await settle()
+    await house.release("a")
+    assert await late is not engine
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_nobody_follows_marks_of_our_own(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        await house.get("a")
-        for_b = house.ask("b")
-        await settle()
-        assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
-        assert not pending._followers
-        await house.release("a")
-        await for_b
-        await house.release("b")
-
-    run(test)
+async def test_nobody_follows_marks_of_our_own(make_house: Make) -> None:
+    house = make_house(max_age_s=0.0)
+    await house.get("a")
+    for_b = house.ask("b")
+    await settle()
+    assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
+    assert not pending._followers
+    await house.release("a")
+    await for_b
+    await house.release("b")

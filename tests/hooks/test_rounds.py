@@ -22,9 +22,7 @@ import pytest
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand, unload
-from .conftest import House, enforcer_of, run
-
-Make = Callable[..., House]
+from .conftest import Make, enforcer_of, run
 
 #: Most turns of the event loop between a hand-out and its use, or before an eviction.
 _TURNS = 40

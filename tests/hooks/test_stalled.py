@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ from omlx_admission.core import request as requests
 from omlx_admission.hooks.pool import phantom, stalled
 from omlx_admission.hooks.pool.port import admission_refused
 
-from .conftest import House, later, run, settle, until
+from .conftest import House, Make, later, settle, until
 from .test_leases import request_to, within
-
-Make = Callable[..., House]
 
 CHAT = "/v1/chat/completions"
 
@@ -27,274 +24,243 @@ class TestALeaseBelongsToAnEngine:
     @pytest.mark.parametrize("features", [None, {"queue"}, {"resident"}])
     @pytest.mark.parametrize("named", [True, False])
     @pytest.mark.parametrize("lease", [True, False])
-    def test_c9_it_does_not_count_on_the_next_engine(
+    async def test_c9_it_does_not_count_on_the_next_engine(
         self, make_house: Make, features: set[str] | None, named: bool, lease: bool
     ) -> None:
         if not (named or lease):
             pytest.skip("nothing is held for a caller outside of requests")
-
-        async def test() -> None:
-            house = make_house(features=features, max_age_s=0.0)
-            entry, first, second = house.entry("a"), request_to(CHAT), request_to(CHAT)
-            if named:
-                with within(first):
-                    await house.get("a", lease)
-            else:
-                await house.get("a")
-            assert entry.in_use == 1
-            await house.pool._unload_engine("a")
-            assert entry.in_use == 0
-            with within(second):
-                engine = await house.get("a")
-            assert entry.in_use == 1, "the old lease counts on the new engine"
-            # The old one ends while the new one is used: that stays in use.
-            if named and lease:
-                with within(first):
-                    await house.release("a")
-            elif lease:
-                await house.release("a")
-            first.end()
-            assert entry.in_use == 1, "the old release has given the new lease back"
-            with within(second):
-                await house.release("a")
-            assert (entry.in_use, entry.engine) == (0, engine)
-            await house.use("b")
-            house.assert_idle()
-
-        run(test)
-
-    def test_c9_leases_of_a_request_that_asks_again(self, make_house: Make) -> None:
-        """Its own first engine is gone when it asks: two leases, one of which counts."""
-
-        async def test() -> None:
-            house = make_house()
-            entry, request, other = house.entry("a"), request_to(CHAT), request_to(CHAT)
-            with within(request):
-                await house.get("a")
-            await house.pool._unload_engine("a")
-            with within(other):
-                await house.get("a")
-            with within(request):
-                await house.get("a")
-                assert entry.in_use == 2
-                await house.release("a")
-                await house.release("a")
-            assert entry.in_use == 1
-            with within(other):
-                await house.release("a")
-            house.assert_idle()
-
-        run(test)
-
-    def test_c9_a_grant_that_is_cancelled_after_its_engine_went(self, make_house: Make) -> None:
-        async def test() -> None:
-            house = make_house(max_age_s=0.0)
-            for_a = await house.held_load("a")
-            port = house.admission.port
-            house.hold_loads = False
-            await house.let_load("a")
-            gone = await for_a
-            await house.pool._unload_engine("a")
+        house = make_house(features=features, max_age_s=0.0)
+        entry, first, second = house.entry("a"), request_to(CHAT), request_to(CHAT)
+        if named:
+            with within(first):
+                await house.get("a", lease)
+        else:
             await house.get("a")
-            port.give_back("a", gone)
-            assert house.entry("a").in_use == 1
-            await house.release("a")  # the first caller's, which no request knows
-            assert house.entry("a").in_use == 1
+        assert entry.in_use == 1
+        await house.pool._unload_engine("a")
+        assert entry.in_use == 0
+        with within(second):
+            engine = await house.get("a")
+        assert entry.in_use == 1, "the old lease counts on the new engine"
+        # The old one ends while the new one is used: that stays in use.
+        if named and lease:
+            with within(first):
+                await house.release("a")
+        elif lease:
             await house.release("a")
-            house.assert_idle()
+        first.end()
+        assert entry.in_use == 1, "the old release has given the new lease back"
+        with within(second):
+            await house.release("a")
+        assert (entry.in_use, entry.engine) == (0, engine)
+        await house.use("b")
+        house.assert_idle()
 
-        run(test)
+    async def test_c9_leases_of_a_request_that_asks_again(self, house: House) -> None:
+        """Its own first engine is gone when it asks: two leases, one of which counts."""
+        entry, request, other = house.entry("a"), request_to(CHAT), request_to(CHAT)
+        with within(request):
+            await house.get("a")
+        await house.pool._unload_engine("a")
+        with within(other):
+            await house.get("a")
+        with within(request):
+            await house.get("a")
+            assert entry.in_use == 2
+            await house.release("a")
+            await house.release("a")
+        assert entry.in_use == 1
+        with within(other):
+            await house.release("a")
+        house.assert_idle()
 
-    def test_c9_a_release_between_the_engines_is_the_old_one_s(self, make_house: Make) -> None:
+    async def test_c9_a_grant_that_is_cancelled_after_its_engine_went(
+        self, make_house: Make
+    ) -> None:
+        house = make_house(max_age_s=0.0)
+        for_a = await house.held_load("a")
+        port = house.admission.port
+        house.hold_loads = False
+        await house.let_load("a")
+        gone = await for_a
+        await house.pool._unload_engine("a")
+        await house.get("a")
+        port.give_back("a", gone)
+        assert house.entry("a").in_use == 1
+        await house.release("a")  # the first caller's, which no request knows
+        assert house.entry("a").in_use == 1
+        await house.release("a")
+        house.assert_idle()
+
+    async def test_c9_a_release_between_the_engines_is_the_old_one_s(
+        self, house: House
+    ) -> None:
         """While the old engine is being closed, and while the next one loads."""
-
-        async def test() -> None:
-            house = make_house()
-            entry, requests = house.entry("a"), [request_to(CHAT) for _ in range(3)]
-            for request in requests:
-                with within(request):
-                    await house.get("a")
-            house.hold_unloads = house.hold_loads = True
-            unload = asyncio.ensure_future(house.pool._unload_engine("a"))
-            await until(lambda: "unload a" in house.events)
-            with within(requests[0]):
-                await house.release("a")
-            house.hold_unloads = False
-            await house.let_unload("a")
-            await unload
-            house.events.clear()
-            again = house.ask("a")
-            await until(lambda: "load a" in house.events)
-            with within(requests[1]):
-                await house.release("a")
-            assert entry.in_use == 0
-            house.hold_loads = False
-            await house.let_load("a")
-            await again
-            assert entry.in_use == 1
-            with within(requests[2]):
-                await house.release("a")
-            assert entry.in_use == 1
+        entry, requests = house.entry("a"), [request_to(CHAT) for _ in range(3)]
+        for request in requests:
+            with within(request):
+                await house.get("a")
+        house.hold_unloads = house.hold_loads = True
+        unload = asyncio.ensure_future(house.pool._unload_engine("a"))
+        await until(lambda: "unload a" in house.events)
+        with within(requests[0]):
             await house.release("a")
-            house.assert_idle()
-
-        run(test)
+        house.hold_unloads = False
+        await house.let_unload("a")
+        await unload
+        house.events.clear()
+        again = house.ask("a")
+        await until(lambda: "load a" in house.events)
+        with within(requests[1]):
+            await house.release("a")
+        assert entry.in_use == 0
+        house.hold_loads = False
+        await house.let_load("a")
+        await again
+        assert entry.in_use == 1
+        with within(requests[2]):
+            await house.release("a")
+        assert entry.in_use == 1
+        await house.release("a")
+        house.assert_idle()
 
 
 class TestAnAnswerThatIsNotRead:
     """The client's buffers are full, and its request stands in ``send`` with a lease."""
 
-    def test_c9_it_keeps_its_model_no_longer_than_the_moment(
+    async def test_c9_it_keeps_its_model_no_longer_than_the_moment(
         self, make_house: Make, mocker: Any
     ) -> None:
-        async def test() -> None:
-            house = make_house(max_age_s=0.0)
-            entry, request = house.entry("a"), request_to(CHAT)
-            with within(request):
-                await house.get("a")
-            client_reads = asyncio.Event()
+        house = make_house(max_age_s=0.0)
+        entry, request = house.entry("a"), request_to(CHAT)
+        with within(request):
+            await house.get("a")
+        client_reads = asyncio.Event()
 
-            async def send(_message: Any) -> None:
-                await client_reads.wait()
+        async def send(_message: Any) -> None:
+            await client_reads.wait()
 
-            sending = asyncio.ensure_future(request.noting(send)({"type": "x"}))
-            for_b = house.ask("b")
-            await until(lambda: entry.pending_unload_reason is not None)
-            await later(2.0)
-            assert not for_b.done(), "it had its moment still"
-            mocker.patch.object(stalled, "AFTER_S", 0.0)
-            await for_b
-            assert house.resident() == {"b"}
-            # The client reads on, the model is loaded again: the release is of the old one.
-            await house.release("b")
-            other = request_to(CHAT)
-            with within(other):
-                await house.get("a")
-            client_reads.set()
-            await sending
-            with within(request):
-                await house.release("a")
-            request.end()
-            assert entry.in_use == 1
-            with within(other):
-                await house.release("a")
-            house.assert_idle()
-
-        run(test)
+        sending = asyncio.ensure_future(request.noting(send)({"type": "x"}))
+        for_b = house.ask("b")
+        await until(lambda: entry.pending_unload_reason is not None)
+        await later(2.0)
+        assert not for_b.done(), "it had its moment still"
+        mocker.patch.object(stalled, "AFTER_S", 0.0)
+        await for_b
+        assert house.resident() == {"b"}
+        # The client reads on, the model is loaded again: the release is of the old one.
+        await house.release("b")
+        other = request_to(CHAT)
+        with within(other):
+            await house.get("a")
+        client_reads.set()
+        await sending
+        with within(request):
+            await house.release("a")
+        request.end()
+        assert entry.in_use == 1
+        with within(other):
+            await house.release("a")
+        house.assert_idle()
 
     @pytest.mark.parametrize("busy", ["engine", "scheduler", "another lease", "it reads"])
-    def test_c9_what_runs_is_not_touched(
+    async def test_c9_what_runs_is_not_touched(
         self, make_house: Make, mocker: Any, busy: str
     ) -> None:
         """K4: what the engine makes for it still, and what it makes for others."""
-
-        async def test() -> None:
-            house = make_house(max_age_s=0.0)
-            entry, request = house.entry("a"), request_to(CHAT)
-            with within(request):
-                engine = await house.get("a")
-            works = mocker.patch.object(
-                house.pool, "_entry_has_scheduler_work", create=True, return_value=False
-            )
-            if busy == "engine":
-                engine.has_active_requests.return_value = True
-            elif busy == "scheduler":
-                works.return_value = True
-            elif busy == "another lease":
-                await house.get("a")
-            since = time.monotonic() - (0.0 if busy == "it reads" else 60.0)
-            mocker.patch.dict(requests.blocked, {request: since})
-            for_b = house.ask("b")
-            await until(lambda: entry.pending_unload_reason is not None)
-            await later(2.0)
-            assert not for_b.done()
-            assert entry.in_use == 1 + (busy == "another lease")
-            with within(request):
-                await house.release("a")
-            engine.has_active_requests.return_value = works.return_value = False
-            if busy == "another lease":
-                await house.release("a")
-            await for_b
-            await house.release("b")
-            house.assert_idle()
-
-        run(test)
+        house = make_house(max_age_s=0.0)
+        entry, request = house.entry("a"), request_to(CHAT)
+        with within(request):
+            engine = await house.get("a")
+        works = mocker.patch.object(
+            house.pool, "_entry_has_scheduler_work", create=True, return_value=False
+        )
+        if busy == "engine":
+            engine.has_active_requests.return_value = True
+        elif busy == "scheduler":
+            works.return_value = True
+        elif busy == "another lease":
+            await house.get("a")
+        since = time.monotonic() - (0.0 if busy == "it reads" else 60.0)
+        mocker.patch.dict(requests.blocked, {request: since})
+        for_b = house.ask("b")
+        await until(lambda: entry.pending_unload_reason is not None)
+        await later(2.0)
+        assert not for_b.done()
+        assert entry.in_use == 1 + (busy == "another lease")
+        with within(request):
+            await house.release("a")
+        engine.has_active_requests.return_value = works.return_value = False
+        if busy == "another lease":
+            await house.release("a")
+        await for_b
+        await house.release("b")
+        house.assert_idle()
 
     @pytest.mark.parametrize("kept", [True, False])
-    def test_c9_an_unload_by_hand_does_not_wait_for_it(
-        self, make_house: Make, mocker: Any, kept: bool
+    async def test_c9_an_unload_by_hand_does_not_wait_for_it(
+        self, house: House, mocker: Any, kept: bool
     ) -> None:
-        async def test() -> None:
-            house = make_house()
-            request, by_hand = request_to(CHAT), request_to("/v1/models/a/unload")
+        request, by_hand = request_to(CHAT), request_to("/v1/models/a/unload")
+        with within(request):
+            await house.get("a", lease=not kept)
+        mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
+        with within(by_hand):
+            await house.pool._unload_engine("a")
+        assert house.resident() == set()
+        if not kept:
             with within(request):
-                await house.get("a", lease=not kept)
-            mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
-            with within(by_hand):
-                await house.pool._unload_engine("a")
-            assert house.resident() == set()
-            if not kept:
-                with within(request):
-                    await house.release("a")
-            request.end()
-            house.assert_idle()
+                await house.release("a")
+        request.end()
+        house.assert_idle()
 
-        run(test)
-
-    def test_c9_what_was_made_for_it_is_not_cleared_with_the_engine(
+    async def test_c9_what_was_made_for_it_is_not_cleared_with_the_engine(
         self, make_house: Make, mocker: Any
     ) -> None:
         """A text engine calls an answer active until it is read, and its end clears it."""
+        house = make_house(max_age_s=0.0)
+        request = request_to(CHAT)
+        with within(request):
+            engine = await house.get("a")
+        made, core = mocker.Mock(), mocker.Mock(_output_collectors={}, _finished_at={})
+        core._output_collectors["r"] = made
+        core._finished_at["r"] = time.monotonic()
 
-        async def test() -> None:
-            house = make_house(max_age_s=0.0)
-            request = request_to(CHAT)
-            with within(request):
-                engine = await house.get("a")
-            made, core = mocker.Mock(), mocker.Mock(_output_collectors={}, _finished_at={})
-            core._output_collectors["r"] = made
-            core._finished_at["r"] = time.monotonic()
+        def reap(now: float, grace: float = 5.0) -> None:
+            for rid in [r for r, at in core._finished_at.items() if now - at >= grace]:
+                del core._output_collectors[rid], core._finished_at[rid]
 
-            def reap(now: float, grace: float = 5.0) -> None:
-                for rid in [r for r, at in core._finished_at.items() if now - at >= grace]:
-                    del core._output_collectors[rid], core._finished_at[rid]
+        core._reap_orphaned_collectors = reap
+        core._task = core._closed = None
+        engine._engine = mocker.Mock(engine=core)
+        engine.has_active_requests.side_effect = lambda: bool(core._output_collectors)
+        mocker.patch.object(
+            house.pool, "_entry_has_scheduler_work", create=True, return_value=False
+        )
+        mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
+        await house.get("b")
+        assert core._output_collectors == {}
+        await house.release("b")
+        request.end()
+        with within(request):
+            await house.release("a")
+        house.assert_idle()
 
-            core._reap_orphaned_collectors = reap
-            core._task = core._closed = None
-            engine._engine = mocker.Mock(engine=core)
-            engine.has_active_requests.side_effect = lambda: bool(core._output_collectors)
-            mocker.patch.object(
-                house.pool, "_entry_has_scheduler_work", create=True, return_value=False
-            )
-            mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
+    async def test_c9_a_refusal_names_it(self, make_house: Make, mocker: Any) -> None:
+        house = make_house(max_age_s=0.0)
+        request, for_b = request_to(CHAT), request_to(CHAT)
+        for_b.max_wait = 0.05
+        with within(request):
+            engine = await house.get("a")
+        engine.has_active_requests.return_value = True
+        mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
+        with within(for_b), pytest.raises(admission_refused()):
             await house.get("b")
-            assert core._output_collectors == {}
-            await house.release("b")
-            request.end()
-            with within(request):
-                await house.release("a")
-            house.assert_idle()
-
-        run(test)
-
-    def test_c9_a_refusal_names_it(self, make_house: Make, mocker: Any) -> None:
-        async def test() -> None:
-            house = make_house(max_age_s=0.0)
-            request, for_b = request_to(CHAT), request_to(CHAT)
-            for_b.max_wait = 0.05
-            with within(request):
-                engine = await house.get("a")
-            engine.has_active_requests.return_value = True
-            mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
-            with within(for_b), pytest.raises(admission_refused()):
-                await house.get("b")
-            assert for_b.refusal is not None
-            words = "'a' (1 running, 1 of them for a client that does not read) in use"
-            assert words in for_b.refusal.message
-            with within(request):
-                await house.release("a")
-
-        run(test)
+        assert for_b.refusal is not None
+        words = "'a' (1 running, 1 of them for a client that does not read) in use"
+        assert words in for_b.refusal.message
+        with within(request):
+            await house.release("a")
 
 
 COUNT = "/v1/messages/count_tokens"
@@ -304,71 +270,62 @@ class TestACountOfTokens:
     """C10: it is served by what is loaded, and moves no model."""
 
     @pytest.mark.parametrize("a_is", ["idle", "busy", "not loaded"])
-    def test_c10_it_loads_nothing_and_nothing_leaves_for_it(
+    async def test_c10_it_loads_nothing_and_nothing_leaves_for_it(
         self, make_house: Make, a_is: str
     ) -> None:
-        async def test() -> None:
-            house = make_house(max_age_s=0.0)
-            if a_is != "not loaded":
-                await house.get("a")
-            if a_is == "idle":
-                await house.release("a")
-            counts = [request_to(COUNT) for _ in range(4)]
-            events = list(house.events)
-            for count in counts:
-                with within(count), pytest.raises(admission_refused()):
-                    await house.get("b")
-                refusal = count.refusal
-                assert refusal is not None
-                assert (refusal.status, refusal.code) == (503, "model_busy")
-                assert refusal.retry_after is not None
-                assert refusal.retry_after >= 1
-                assert b'"overloaded_error"' in refusal.body(count.path)
-            await settle()
-            assert house.events == events
-            assert house.entry("a").pending_unload_reason is None
-            assert house.admission.policy.waiting == 0
-            assert house.admission.policy.swap is None
-            if a_is == "busy":
-                await house.release("a")
-            house.assert_idle()
+        house = make_house(max_age_s=0.0)
+        if a_is != "not loaded":
+            await house.get("a")
+        if a_is == "idle":
+            await house.release("a")
+        counts = [request_to(COUNT) for _ in range(4)]
+        events = list(house.events)
+        for count in counts:
+            with within(count), pytest.raises(admission_refused()):
+                await house.get("b")
+            refusal = count.refusal
+            assert refusal is not None
+            assert (refusal.status, refusal.code) == (503, "model_busy")
+            assert refusal.retry_after is not None
+            assert refusal.retry_after >= 1
+            assert b'"overloaded_error"' in refusal.body(count.path)
+        await settle()
+        assert house.events == events
+        assert house.entry("a").pending_unload_reason is None
+        assert house.admission.policy.waiting == 0
+        assert house.admission.policy.swap is None
+        if a_is == "busy":
+            await house.release("a")
+        house.assert_idle()
 
-        run(test)
-
-    def test_c10_a_loaded_model_counts_at_once(self, make_house: Make) -> None:
+    async def test_c10_a_loaded_model_counts_at_once(self, house: House) -> None:
         """Also while it is in use, and by the lease that the route takes."""
-
-        async def test() -> None:
-            house = make_house()
-            engine = await house.get("a")
-            with within(request_to(COUNT)):
-                assert await house.get("a") is engine
-                assert house.entry("a").in_use == 2
-                await house.release("a")
+        engine = await house.get("a")
+        with within(request_to(COUNT)):
+            assert await house.get("a") is engine
+            assert house.entry("a").in_use == 2
             await house.release("a")
-            house.assert_idle()
+        await house.release("a")
+        house.assert_idle()
 
-        run(test)
-
-    def test_c10_neither_while_it_loads_nor_while_it_leaves(self, make_house: Make) -> None:
-        async def test() -> None:
-            house = make_house(max_age_s=0.0)
-            for_a = await house.held_load("a")
-            with within(request_to(COUNT)), pytest.raises(admission_refused()):
-                await house.get("a")
-            house.hold_loads = False
-            await house.let_load("a")
-            await for_a
-            for_b = house.ask("b")
-            await until(lambda: house.entry("a").pending_unload_reason is not None)
-            with within(request_to(COUNT)), pytest.raises(admission_refused()):
-                await house.get("a")
-            await house.release("a")
-            await for_b
-            await house.release("b")
-            house.assert_idle()
-
-        run(test)
+    async def test_c10_neither_while_it_loads_nor_while_it_leaves(
+        self, make_house: Make
+    ) -> None:
+        house = make_house(max_age_s=0.0)
+        for_a = await house.held_load("a")
+        with within(request_to(COUNT)), pytest.raises(admission_refused()):
+            await house.get("a")
+        house.hold_loads = False
+        await house.let_load("a")
+        await for_a
+        for_b = house.ask("b")
+        await until(lambda: house.entry("a").pending_unload_reason is not None)
+        with within(request_to(COUNT)), pytest.raises(admission_refused()):
+            await house.get("a")
+        await house.release("a")
+        await for_b
+        await house.release("b")
+        house.assert_idle()
 
 
 REALTIME = "/realtime"
@@ -377,116 +334,105 @@ REALTIME = "/realtime"
 class TestAnOpenSession:
     """C19: a socket that may stay open for ever, under which nothing runs."""
 
-    def test_c19_its_model_serves_on_and_the_other_one_is_told_why(
+    async def test_c19_its_model_serves_on_and_the_other_one_is_told_why(
         self, make_house: Make, mocker: Any
     ) -> None:
-        async def test() -> None:
-            house = make_house(max_age_s=0.0)
-            entry, socket, for_b = house.entry("a"), request_to(REALTIME), request_to(CHAT)
-            mocker.patch.object(requests, "sockets", {socket})
-            with within(socket):
-                engine = await house.get("a", lease=False)
-            for_b.max_wait = 0.3
-            with within(for_b):
-                refused = house.ask("b")
+        house = make_house(max_age_s=0.0)
+        entry, socket, for_b = house.entry("a"), request_to(REALTIME), request_to(CHAT)
+        mocker.patch.object(requests, "sockets", {socket})
+        with within(socket):
+            engine = await house.get("a", lease=False)
+        for_b.max_wait = 0.3
+        with within(for_b):
+            refused = house.ask("b")
+        await settle()
+        for _ in range(5):
+            # At once: the gate is open, nothing drains.
+            other = house.ask("a")
             await settle()
-            for _ in range(5):
-                # At once: the gate is open, nothing drains.
-                other = house.ask("a")
-                await settle()
-                assert other.done()
-                assert await other is engine
-                await house.release("a")
-                assert entry.pending_unload_reason is None
-                await later(0.05)
-            with pytest.raises(admission_refused()):
-                await refused
-            assert for_b.refusal is not None
-            words = "'a' (1 running, 1 of them an open realtime session) in use"
-            assert words in for_b.refusal.message
-            waits = house.ask("b")
-            await settle()
-            assert not waits.done()
-            requests.sockets.clear()
-            socket.end()
-            await waits
-            await house.release("b")
-            house.assert_idle()
+            assert other.done()
+            assert await other is engine
+            await house.release("a")
+            assert entry.pending_unload_reason is None
+            await later(0.05)
+        with pytest.raises(admission_refused()):
+            await refused
+        assert for_b.refusal is not None
+        words = "'a' (1 running, 1 of them an open realtime session) in use"
+        assert words in for_b.refusal.message
+        waits = house.ask("b")
+        await settle()
+        assert not waits.done()
+        requests.sockets.clear()
+        socket.end()
+        await waits
+        await house.release("b")
+        house.assert_idle()
 
-        run(test)
-
-    def test_c19_another_model_leaves_instead(self, make_house: Make, mocker: Any) -> None:
+    async def test_c19_another_model_leaves_instead(
+        self, make_house: Make, mocker: Any
+    ) -> None:
         """A was used longest ago, and would leave first."""
-
-        async def test() -> None:
-            house = make_house(max_age_s=0.0)
-            socket = request_to(REALTIME)
-            mocker.patch.object(requests, "sockets", {socket})
-            with within(socket):
-                await house.get("a", lease=False)
-            await house.get("p")
-            for_d = house.ask("d")
-            await settle()
-            assert not for_d.done()
-            assert house.entry("a").pending_unload_reason is None
-            assert house.entry("p").pending_unload_reason is not None
-            await house.release("p")
-            await for_d
-            assert house.resident() == {"a", "d"}
-            await house.release("d")
-            socket.end()
-            house.assert_idle()
-
-        run(test)
+        house = make_house(max_age_s=0.0)
+        socket = request_to(REALTIME)
+        mocker.patch.object(requests, "sockets", {socket})
+        with within(socket):
+            await house.get("a", lease=False)
+        await house.get("p")
+        for_d = house.ask("d")
+        await settle()
+        assert not for_d.done()
+        assert house.entry("a").pending_unload_reason is None
+        assert house.entry("p").pending_unload_reason is not None
+        await house.release("p")
+        await for_d
+        assert house.resident() == {"a", "d"}
+        await house.release("d")
+        socket.end()
+        house.assert_idle()
 
 
 class TestAnEngineThatSaysActive:
     """P2: for ever, though nobody holds it and its scheduler has no work."""
 
-    def test_p2_it_counts_as_idle_after_a_moment(
+    async def test_p2_it_counts_as_idle_after_a_moment(
         self, make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        async def test() -> None:
-            house = make_house(max_age_s=0.0)
-            engine = await house.get("a", lease=False)
-            engine.has_active_requests.return_value = True
-            for_b = house.ask("b")
-            await later(2.0)
-            assert not for_b.done(), "it is believed for a moment"
-            mocker.patch.object(phantom, "AFTER_S", 0.02)
-            await for_b
-            assert house.resident() == {"b"}
-            await house.release("b")
-            house.assert_idle()
-
-        run(test)
+        house = make_house(max_age_s=0.0)
+        engine = await house.get("a", lease=False)
+        engine.has_active_requests.return_value = True
+        for_b = house.ask("b")
+        await later(2.0)
+        assert not for_b.done(), "it is believed for a moment"
+        mocker.patch.object(phantom, "AFTER_S", 0.02)
+        await for_b
+        assert house.resident() == {"b"}
+        await house.release("b")
+        house.assert_idle()
         assert caplog.text.count("calls itself active") == 1
 
     @pytest.mark.parametrize("work", ["thread", "diffusion", "scheduler", "lease"])
-    def test_p2_b26_b43_work_is_believed_as_long_as_it_lasts(
+    async def test_p2_b26_b43_work_is_believed_as_long_as_it_lasts(
         self, make_house: Make, mocker: Any, work: str
     ) -> None:
-        async def test() -> None:
-            mocker.patch.object(phantom, "AFTER_S", 0.0)
-            house = make_house(max_age_s=0.0)
-            engine = await house.get("a", lease=work == "lease")
-            engine.has_active_requests.return_value = True
-            scheduler = mocker.Mock(running=[], waiting=[], prefilling=[], requests={})
-            scheduler.has_requests.return_value = work == "scheduler"
-            core = mocker.Mock(scheduler=scheduler, _closed=False, _task=None)
-            engine._engine = mocker.Mock(engine=core)
-            if work == "thread":
-                engine._active_count = 1
-            elif work == "diffusion":
-                engine.is_diffusion_model = True
-            for_b = house.ask("b")
-            await later(2.0)
-            assert not for_b.done()
-            engine.has_active_requests.return_value = False
-            if work == "lease":
-                await house.release("a")
-            await for_b
-            await house.release("b")
-            house.assert_idle()
-
-        run(test)
+        mocker.patch.object(phantom, "AFTER_S", 0.0)
+        house = make_house(max_age_s=0.0)
+        engine = await house.get("a", lease=work == "lease")
+        engine.has_active_requests.return_value = True
+        scheduler = mocker.Mock(running=[], waiting=[], prefilling=[], requests={})
+        scheduler.has_requests.return_value = work == "scheduler"
+        core = mocker.Mock(scheduler=scheduler, _closed=False, _task=None)
+        engine._engine = mocker.Mock(engine=core)
+        if work == "thread":
+            engine._active_count = 1
+        elif work == "diffusion":
+            engine.is_diffusion_model = True
+        for_b = house.ask("b")
+        await later(2.0)
+        assert not for_b.done()
+        engine.has_active_requests.return_value = False
+        if work == "lease":
+            await house.release("a")
+        await for_b
+        await house.release("b")
+        house.assert_idle()

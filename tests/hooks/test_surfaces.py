@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,8 @@ from omlx_admission.observation.observe import Observer
 from omlx_admission.settings import Settings
 from omlx_admission.surfaces import status
 
-from .conftest import House, run, settle, until
+from .conftest import House, Make, settle, until
 
-Make = Callable[..., House]
 VALIDATOR = jsonschema.Draft202012Validator(status.schema())
 
 
@@ -46,148 +44,129 @@ def states(house: House) -> dict[str, str]:
     return {m["model"]: m["state"] for m in read(house)["models"] if m["state"] != "absent"}
 
 
-def test_a_swap_from_end_to_end(make_house: Make, seen: Observer) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        assert states(house) == {}
-        assert not read(house)["queue"]["active"]
-        await house.get("a")
+async def test_a_swap_from_end_to_end(make_house: Make, seen: Observer) -> None:
+    house = make_house(max_age_s=0.0)
+    assert states(house) == {}
+    assert not read(house)["queue"]["active"]
+    await house.get("a")
+    assert states(house) == {"a": "resident"}
+    assert read(house)["models"][0]["leases"] == 1
+    house.hold_loads = house.hold_unloads = True
+    task = house.ask("b")
+    await until(lambda: house.entry("a").pending_unload_reason is not None)
+    assert states(house) == {"a": "draining", "b": "queued"}
+    assert read(house)["swap"]["phase"] == "draining"
+    await house.release("a")
+    await until(lambda: "unload a" in house.events)
+    assert states(house) == {"a": "unloading", "b": "queued"}
+    await house.let_unload("a")
+    await until(lambda: house.entry("b").is_loading)
+    assert states(house) == {"b": "loading"}
+    document = read(house)
+    assert document["swap"]["phase"] == "loading"
+    assert document["models"][0]["progress"] is not None
+    assert document["memory"]["reserved_bytes"] > 0
+    await house.let_load("b")
+    await task
+    assert states(house) == {"b": "resident"}
+    swap = read(house)["swaps"][0]
+    assert (swap["target"], swap["victims"], swap["result"], swap["served"]) == (
+        "b",
+        ["a"],
+        "loaded",
+        1,
+    )
+    assert {kind for kind, _, _ in read(house)["timeline"]["states"]["a"]} == {
+        "loading",
+        "resident",
+        "draining",
+        "unloading",
+    }
+    await house.release("b")
+    assert seen.progress == {}
+    assert all(level.value == 0 for level in seen.levels.values())
+
+
+async def test_it_is_read_while_another_holds_the_lock(house: House) -> None:
+    await house.get("a")
+    async with house.pool._lock:
         assert states(house) == {"a": "resident"}
-        assert read(house)["models"][0]["leases"] == 1
-        house.hold_loads = house.hold_unloads = True
-        task = house.ask("b")
-        await until(lambda: house.entry("a").pending_unload_reason is not None)
-        assert states(house) == {"a": "draining", "b": "queued"}
-        assert read(house)["swap"]["phase"] == "draining"
-        await house.release("a")
-        await until(lambda: "unload a" in house.events)
-        assert states(house) == {"a": "unloading", "b": "queued"}
-        await house.let_unload("a")
-        await until(lambda: house.entry("b").is_loading)
-        assert states(house) == {"b": "loading"}
-        document = read(house)
-        assert document["swap"]["phase"] == "loading"
-        assert document["models"][0]["progress"] is not None
-        assert document["memory"]["reserved_bytes"] > 0
-        await house.let_load("b")
-        await task
-        assert states(house) == {"b": "resident"}
-        swap = read(house)["swaps"][0]
-        assert (swap["target"], swap["victims"], swap["result"], swap["served"]) == (
-            "b",
-            ["a"],
-            "loaded",
-            1,
-        )
-        assert {kind for kind, _, _ in read(house)["timeline"]["states"]["a"]} == {
-            "loading",
-            "resident",
-            "draining",
-            "unloading",
-        }
-        await house.release("b")
-        assert seen.progress == {}
-        assert all(level.value == 0 for level in seen.levels.values())
-
-    run(test)
-
-
-def test_it_is_read_while_another_holds_the_lock(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        await house.get("a")
-        async with house.pool._lock:
-            assert states(house) == {"a": "resident"}
-
-    run(test)
 
 
 @pytest.mark.parametrize("outcome", ["expired", "cancelled", "refused", "failed"])
-def test_every_end_of_a_wait_is_counted_once(
+async def test_every_end_of_a_wait_is_counted_once(
     outcome: str, make_house: Make, seen: Observer
 ) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=100.0)
-        if outcome == "failed":
-            house.fail["b"] = RuntimeError("no weights")
-        else:
-            await house.get("a")
-        if outcome == "expired":
-            # Only now: the first load took as long as it took.
-            house.admission.config = replace(house.admission.config, max_wait_s=0.02)
-        task = house.ask("x" if outcome == "refused" else "b")
-        await settle()
-        if outcome == "cancelled":
-            task.cancel()
-        with pytest.raises((Exception, asyncio.CancelledError)):
-            await task
-        counts = {key: w.count for key, w in seen.waits.items() if key[0] != "a"}
-        assert counts == {("x" if outcome == "refused" else "b", outcome): 1}
-        document = read(house)
-        assert document["queue"]["waiting"] == 0
-        codes = [r["code"] for r in document["refusals"]]
-        expected = {"expired": ["model_swap_timeout"], "refused": ["model_too_large"]}
-        assert codes == expected.get(outcome, [])
-        if outcome == "failed":
-            assert document["swaps"][0]["result"] == "failed"
-            assert document["totals"]["load_failures"] == 1
-            # The pool's own error may name files.
-            assert "no weights" not in json.dumps(document)
-        assert all(level.value == 0 for level in seen.levels.values())
-
-    run(test)
+    house = make_house(max_age_s=100.0)
+    if outcome == "failed":
+        house.fail["b"] = RuntimeError("no weights")
+    else:
+        await house.get("a")
+    if outcome == "expired":
+        # Only now: the first load took as long as it took.
+        house.admission.config = replace(house.admission.config, max_wait_s=0.02)
+    task = house.ask("x" if outcome == "refused" else "b")
+    await settle()
+    if outcome == "cancelled":
+        task.cancel()
+    with pytest.raises((Exception, asyncio.CancelledError)):
+        await task
+    counts = {key: w.count for key, w in seen.waits.items() if key[0] != "a"}
+    assert counts == {("x" if outcome == "refused" else "b", outcome): 1}
+    document = read(house)
+    assert document["queue"]["waiting"] == 0
+    codes = [r["code"] for r in document["refusals"]]
+    expected = {"expired": ["model_swap_timeout"], "refused": ["model_too_large"]}
+    assert codes == expected.get(outcome, [])
+    if outcome == "failed":
+        assert document["swaps"][0]["result"] == "failed"
+        assert document["totals"]["load_failures"] == 1
+        # The pool's own error may name files.
+        assert "no weights" not in json.dumps(document)
+    assert all(level.value == 0 for level in seen.levels.values())
 
 
-def test_loads_and_unloads_of_others_are_seen_too(make_house: Make, seen: Observer) -> None:
-    async def test() -> None:
-        house = make_house(features={"resident"})
-        await house.use("d")
-        async with house.pool._lock:
-            await house.pool._unload_engine("d")
-        assert seen.loads["d"].count == 1
-        assert seen.unloads["d"].count == 1
-        assert seen.eviction_age.count == 1
-        assert seen.swaps.maxlen
-        assert not seen.swaps, "no queue, no swap"
+async def test_loads_and_unloads_of_others_are_seen_too(
+    make_house: Make, seen: Observer
+) -> None:
+    house = make_house(features={"resident"})
+    await house.use("d")
+    async with house.pool._lock:
         await house.pool._unload_engine("d")
-        assert seen.unloads["d"].count == 1, "there was nothing to unload"
-
-    run(test)
-
-
-def test_a_broken_queue_is_told(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        await house.get("a")
-        house.admission.broken = True
-        document = read(house)
-        assert [p["kind"] for p in document["health"]["problems"]] == ["queue"]
-
-    run(test)
+    assert seen.loads["d"].count == 1
+    assert seen.unloads["d"].count == 1
+    assert seen.eviction_age.count == 1
+    assert seen.swaps.maxlen
+    assert not seen.swaps, "no queue, no swap"
+    await house.pool._unload_engine("d")
+    assert seen.unloads["d"].count == 1, "there was nothing to unload"
 
 
-def test_the_cache_budget_is_checked_engine_by_engine(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        await house.get("a")
-        await house.get("d")
-        budget = SimpleNamespace(max_bytes=1000, _total_bytes=10)
-        house.pool._scheduler_config = SimpleNamespace(hot_cache_budget=budget)
-        for model, mine in (("a", budget), ("d", SimpleNamespace())):
-            scheduler = SimpleNamespace(config=SimpleNamespace(hot_cache_budget=mine))
-            house.entry(model).engine._engine = SimpleNamespace(
-                engine=SimpleNamespace(scheduler=scheduler)
-            )
-        cache = read(house)["cache"]
-        assert cache == {
-            "limit_bytes": 1000,
-            "used_bytes": 10,
-            "engines": 2,
-            "shared": 1,
-            "one_budget": False,
-        }
+async def test_a_broken_queue_is_told(house: House) -> None:
+    await house.get("a")
+    house.admission.broken = True
+    document = read(house)
+    assert [p["kind"] for p in document["health"]["problems"]] == ["queue"]
 
-    run(test)
+
+async def test_the_cache_budget_is_checked_engine_by_engine(house: House) -> None:
+    await house.get("a")
+    await house.get("d")
+    budget = SimpleNamespace(max_bytes=1000, _total_bytes=10)
+    house.pool._scheduler_config = SimpleNamespace(hot_cache_budget=budget)
+    for model, mine in (("a", budget), ("d", SimpleNamespace())):
+        scheduler = SimpleNamespace(config=SimpleNamespace(hot_cache_budget=mine))
+        house.entry(model).engine._engine = SimpleNamespace(
+            engine=SimpleNamespace(scheduler=scheduler)
+        )
+    cache = read(house)["cache"]
+    assert cache == {
+        "limit_bytes": 1000,
+        "used_bytes": 10,
+        "engines": 2,
+        "shared": 1,
+        "one_budget": False,
+    }
 
 
 def fake_server() -> Any:
@@ -256,28 +235,25 @@ def test_it_can_be_off(make_house: Make) -> None:
     assert verdict.reasons == ["OMLX_ADMISSION_SURFACES=0"]
 
 
-def test_a_drain_that_hangs_is_told(
+async def test_a_drain_that_hangs_is_told(
     make_house: Make, seen: Observer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        seen.stuck_s = 20.0
-        await house.get("a")
-        task = house.ask("b")
-        await until(lambda: ("drain", "a") in seen.progress)
-        assert read(house)["health"]["ok"]
-        later = seen.clock() + 21.0
-        seen.clock = lambda: later
-        seen.check_stuck()
-        (problem,) = read(house)["health"]["problems"]
-        assert (problem["kind"], problem["model"]) == ("drain", "a")
-        assert "admission: stuck: the drain of 'a' for 'b'" in caplog.text
-        await house.release("a")
-        await task
-        assert read(house)["health"]["ok"]
-        await house.release("b")
-
-    run(test)
+    house = make_house(max_age_s=0.0)
+    seen.stuck_s = 20.0
+    await house.get("a")
+    task = house.ask("b")
+    await until(lambda: ("drain", "a") in seen.progress)
+    assert read(house)["health"]["ok"]
+    later = seen.clock() + 21.0
+    seen.clock = lambda: later
+    seen.check_stuck()
+    (problem,) = read(house)["health"]["problems"]
+    assert (problem["kind"], problem["model"]) == ("drain", "a")
+    assert "admission: stuck: the drain of 'a' for 'b'" in caplog.text
+    await house.release("a")
+    await task
+    assert read(house)["health"]["ok"]
+    await house.release("b")
 
 
 def test_a_turn_that_hangs_is_told_without_its_stack(

@@ -17,373 +17,309 @@ from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand, unload
-from .conftest import House, later, run, settle, soon, until
-
-Make = Callable[..., House]
+from .conftest import House, Make, later, settle, soon, until
 
 
 def drains(house: House, model: str = "a") -> bool:
     return str(house.entry(model).pending_unload_reason).startswith("admission unload")
 
 
-def test_b52_an_unload_waits_for_what_runs_and_newcomers_get_the_next_engine(
-    make_house: Make,
+async def test_b52_an_unload_waits_for_what_runs_and_newcomers_get_the_next_engine(
+    house: House,
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        dying = await house.get("a")
-        first, second = unload(house.pool), unload(house.pool)
-        await settle()
-        late = house.ask("a")
-        for_b = house.ask("b")
-        await later(1.0)
-        assert drains(house)
-        assert not any(t.done() for t in (first.task, second.task, late, for_b))
-        dying.stop.assert_not_awaited()
-        dying.abort_all_requests.assert_not_awaited()
-        await house.release("a")
-        assert await first.task == await second.task == "unloaded"
-        assert await late is not dying
-        await house.release("a")
-        await for_b
-        await house.release("b")
-        assert dying.stop.await_count == 1
-        ends = [e for e in house.events if e.split()[0] in ("loaded", "unloaded")]
-        assert ends == ["loaded a", "unloaded a", "loaded a", "unloaded a", "loaded b"]
-        house.assert_idle()
-        assert state_of(house.pool).leaving == {}
-
-    run(test)
+    dying = await house.get("a")
+    first, second = unload(house.pool), unload(house.pool)
+    await settle()
+    late = house.ask("a")
+    for_b = house.ask("b")
+    await later(1.0)
+    assert drains(house)
+    assert not any(t.done() for t in (first.task, second.task, late, for_b))
+    dying.stop.assert_not_awaited()
+    dying.abort_all_requests.assert_not_awaited()
+    await house.release("a")
+    assert await first.task == await second.task == "unloaded"
+    assert await late is not dying
+    await house.release("a")
+    await for_b
+    await house.release("b")
+    assert dying.stop.await_count == 1
+    ends = [e for e in house.events if e.split()[0] in ("loaded", "unloaded")]
+    assert ends == ["loaded a", "unloaded a", "loaded a", "unloaded a", "loaded b"]
+    house.assert_idle()
+    assert state_of(house.pool).leaving == {}
 
 
 @pytest.mark.parametrize("told_by", ["hand", "somebody else"])
-def test_who_waits_for_a_model_that_is_told_to_leave_does_not_keep_it(
+async def test_who_waits_for_a_model_that_is_told_to_leave_does_not_keep_it(
     make_house: Make, told_by: str
 ) -> None:
     """The queue must not take the model's own next load for a swap that drains it."""
-
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        engine = await house.get("a")
-        if told_by == "hand":
-            by_hand = unload(house.pool)
-            await settle()
-        else:
-            house.pool._mark_pending_unload_locked("a", "some reason")
-        reason = house.entry("a").pending_unload_reason
-        late = house.ask("a")
-        await later(1.0)
-        assert house.entry("a").pending_unload_reason == reason
-        await house.release("a")
-        assert await late is not engine
-        if told_by == "hand":
-            assert await by_hand.task == "unloaded"
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_an_idle_model_is_unloaded_in_the_same_step(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        await house.use("a")
+    house = make_house(max_age_s=0.0)
+    engine = await house.get("a")
+    if told_by == "hand":
         by_hand = unload(house.pool)
-        await asyncio.sleep(0)
-        assert "a" in state_of(house.pool).unloading
+        await settle()
+    else:
+        house.pool._mark_pending_unload_locked("a", "some reason")
+    reason = house.entry("a").pending_unload_reason
+    late = house.ask("a")
+    await later(1.0)
+    assert house.entry("a").pending_unload_reason == reason
+    await house.release("a")
+    assert await late is not engine
+    if told_by == "hand":
         assert await by_hand.task == "unloaded"
-        house.assert_idle()
+    await house.release("a")
+    house.assert_idle()
 
-    run(test)
+
+async def test_an_idle_model_is_unloaded_in_the_same_step(house: House) -> None:
+    await house.use("a")
+    by_hand = unload(house.pool)
+    await asyncio.sleep(0)
+    assert "a" in state_of(house.pool).unloading
+    assert await by_hand.task == "unloaded"
+    house.assert_idle()
 
 
-def test_b08_who_comes_between_the_drain_and_the_teardown_waits_for_the_next_engine(
-    make_house: Make,
+async def test_b08_who_comes_between_the_drain_and_the_teardown_waits_for_the_next_engine(
+    house: House,
 ) -> None:
     """The request comes at each turn of the loop round the handover."""
-
-    async def test() -> None:
-        house = make_house()
-        for turns in range(7):
-            engine = await house.get("a")
-            by_hand = unload(house.pool)
-            await settle()
-            await house.release("a")
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            after = await house.get("a")
-            assert after is not engine
-            assert house.pool._current_model_memory == 600
-            await by_hand.task
-            await house.release("a")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_the_budget_ends_in_a_refusal_and_the_model_serves_on(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        engine = await house.get("a")
-        patient, hasty = unload(house.pool), unload(house.pool, max_wait="0.05")
-        late = house.ask("a")
-        with pytest.raises(admission_refused()):
-            await hasty.task
-        assert hasty.request.refusal is not None
-        assert hasty.request.refusal.status == 503
-        assert hasty.request.refusal.retry_after is not None
-        assert hasty.code == "model_busy"
-        # One of two gave up: the other one's wish stands.
-        assert drains(house)
-        assert not late.done()
-        patient.leave()
-        with pytest.raises(admission_refused()):
-            await patient.task
-        # Now nobody wants it unloaded, and who queued behind the gate is served at once.
-        await settle()
-        assert late.done()
-        assert await late is engine
-        engine.stop.assert_not_awaited()
-        engine.abort_all_requests.assert_not_awaited()
-        await house.release("a")
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_a_client_that_leaves_withdraws_the_unload(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
+    for turns in range(7):
         engine = await house.get("a")
         by_hand = unload(house.pool)
         await settle()
-        by_hand.leave()
-        with pytest.raises(admission_refused()):
-            await by_hand.task
-        assert house.entry("a").pending_unload_reason is None
-        assert await house.get("a") is engine
         await house.release("a")
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_who_looks_late_leaves_the_next_engine_alone(make_house: Make, mocker: Any) -> None:
-    """The second of two who asked wakes when the model is loaded again."""
-
-    async def test() -> None:
-        mocker.patch.object(leave, "_POLL_S", 60.0)
-        house = make_house()
-        await house.get("a")
-        first, second = unload(house.pool), unload(house.pool)
-        await settle()
-        await house.release("a")
-        await first.task
+        for _ in range(turns):
+            await asyncio.sleep(0)
         after = await house.get("a")
-        assert not second.task.done()
-        state_of(house.pool).leaving["a"].notify()
-        assert await second.task == "unloaded"
-        after.stop.assert_not_awaited()
-        assert house.entry("a").engine is after
+        assert after is not engine
+        assert house.pool._current_model_memory == 600
+        await by_hand.task
         await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    house.assert_idle()
 
 
-def test_neither_the_release_nor_the_unload_waits_for_another_load(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        await house.get("a")
-        for_d = await house.held_load("d")
-        by_hand = unload(house.pool)
-        await settle()
-        assert drains(house)
-        release = asyncio.ensure_future(house.release("a"))
-        await settle()
-        assert release.done()
-        assert await by_hand.task == "unloaded"
-        assert not for_d.done()
-        await house.let_load("d")
-        await for_d
-        await house.release("d")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_a_cancelled_unload_withdraws_its_mark(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        await house.get("a")
-        by_hand = unload(house.pool)
-        await settle()
-        by_hand.task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await by_hand.task
-        await house.release("a")
-        house.assert_idle()
-        assert house.resident() == {"a"}
-
-    run(test)
+async def test_the_budget_ends_in_a_refusal_and_the_model_serves_on(house: House) -> None:
+    engine = await house.get("a")
+    patient, hasty = unload(house.pool), unload(house.pool, max_wait="0.05")
+    late = house.ask("a")
+    with pytest.raises(admission_refused()):
+        await hasty.task
+    assert hasty.request.refusal is not None
+    assert hasty.request.refusal.status == 503
+    assert hasty.request.refusal.retry_after is not None
+    assert hasty.code == "model_busy"
+    # One of two gave up: the other one's wish stands.
+    assert drains(house)
+    assert not late.done()
+    patient.leave()
+    with pytest.raises(admission_refused()):
+        await patient.task
+    # Now nobody wants it unloaded, and who queued behind the gate is served at once.
+    await settle()
+    assert late.done()
+    assert await late is engine
+    engine.stop.assert_not_awaited()
+    engine.abort_all_requests.assert_not_awaited()
+    await house.release("a")
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_a_swap_that_drains_the_model_goes_on_when_the_unload_is_withdrawn(
+async def test_a_client_that_leaves_withdraws_the_unload(house: House) -> None:
+    engine = await house.get("a")
+    by_hand = unload(house.pool)
+    await settle()
+    by_hand.leave()
+    with pytest.raises(admission_refused()):
+        await by_hand.task
+    assert house.entry("a").pending_unload_reason is None
+    assert await house.get("a") is engine
+    await house.release("a")
+    await house.release("a")
+    house.assert_idle()
+
+
+async def test_who_looks_late_leaves_the_next_engine_alone(house: House, mocker: Any) -> None:
+    """The second of two who asked wakes when the model is loaded again."""
+    mocker.patch.object(leave, "_POLL_S", 60.0)
+    await house.get("a")
+    first, second = unload(house.pool), unload(house.pool)
+    await settle()
+    await house.release("a")
+    await first.task
+    after = await house.get("a")
+    assert not second.task.done()
+    state_of(house.pool).leaving["a"].notify()
+    assert await second.task == "unloaded"
+    after.stop.assert_not_awaited()
+    assert house.entry("a").engine is after
+    await house.release("a")
+    house.assert_idle()
+
+
+async def test_neither_the_release_nor_the_unload_waits_for_another_load(house: House) -> None:
+    await house.get("a")
+    for_d = await house.held_load("d")
+    by_hand = unload(house.pool)
+    await settle()
+    assert drains(house)
+    release = asyncio.ensure_future(house.release("a"))
+    await settle()
+    assert release.done()
+    assert await by_hand.task == "unloaded"
+    assert not for_d.done()
+    await house.let_load("d")
+    await for_d
+    await house.release("d")
+    house.assert_idle()
+
+
+async def test_a_cancelled_unload_withdraws_its_mark(house: House) -> None:
+    await house.get("a")
+    by_hand = unload(house.pool)
+    await settle()
+    by_hand.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await by_hand.task
+    await house.release("a")
+    house.assert_idle()
+    assert house.resident() == {"a"}
+
+
+async def test_a_swap_that_drains_the_model_goes_on_when_the_unload_is_withdrawn(
     make_house: Make,
 ) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        await house.get("a")
-        for_b = house.ask("b")
-        await settle()
-        assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
-        by_hand = unload(house.pool)
-        await settle()
-        assert drains(house)
-        by_hand.leave()
-        with pytest.raises(admission_refused()):
-            await by_hand.task
-        assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
-        await house.release("a")
-        await for_b
-        assert house.events.count("unload a") == 1
-        await house.release("b")
-        house.assert_idle()
-
-    run(test)
+    house = make_house(max_age_s=0.0)
+    await house.get("a")
+    for_b = house.ask("b")
+    await settle()
+    assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
+    by_hand = unload(house.pool)
+    await settle()
+    assert drains(house)
+    by_hand.leave()
+    with pytest.raises(admission_refused()):
+        await by_hand.task
+    assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
+    await house.release("a")
+    await for_b
+    assert house.events.count("unload a") == 1
+    await house.release("b")
+    house.assert_idle()
 
 
 @pytest.mark.parametrize("order", ["swap first", "unload first"])
-def test_a_swap_and_an_unload_of_the_same_model_share_one_teardown(
+async def test_a_swap_and_an_unload_of_the_same_model_share_one_teardown(
     make_house: Make, order: str
 ) -> None:
-    async def test() -> None:
-        house = make_house(max_age_s=0.0)
-        await house.get("a")
-        if order == "swap first":
-            for_b = house.ask("b")
-            await settle()
-            by_hand = unload(house.pool)
-        else:
-            by_hand = unload(house.pool)
-            await settle()
-            for_b = house.ask("b")
+    house = make_house(max_age_s=0.0)
+    await house.get("a")
+    if order == "swap first":
+        for_b = house.ask("b")
         await settle()
-        await house.release("a")
-        await asyncio.gather(for_b, by_hand.task)
-        assert house.events.count("unload a") == 1
-        assert house.resident() == {"b"}
-        await house.release("b")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_the_operator_may_unload_a_pinned_model(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        house.entry("p").is_pinned = True
-        await house.get("p")
-        by_hand = unload(house.pool, "p")
+        by_hand = unload(house.pool)
+    else:
+        by_hand = unload(house.pool)
         await settle()
-        assert drains(house, "p")
-        await house.release("p")
-        assert await by_hand.task == "unloaded"
-        assert house.resident() == set()
-        house.assert_idle()
+        for_b = house.ask("b")
+    await settle()
+    await house.release("a")
+    await asyncio.gather(for_b, by_hand.task)
+    assert house.events.count("unload a") == 1
+    assert house.resident() == {"b"}
+    await house.release("b")
+    house.assert_idle()
 
-    run(test)
+
+async def test_the_operator_may_unload_a_pinned_model(house: House) -> None:
+    house.entry("p").is_pinned = True
+    await house.get("p")
+    by_hand = unload(house.pool, "p")
+    await settle()
+    assert drains(house, "p")
+    await house.release("p")
+    assert await by_hand.task == "unloaded"
+    assert house.resident() == set()
+    house.assert_idle()
 
 
-def test_now_ends_what_runs_with_an_error_before_the_teardown(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        engine = await house.get("a")
-        order: list[str] = []
-        tasks: list[asyncio.Future[None]] = []
-        stop = engine.stop.side_effect
+async def test_now_ends_what_runs_with_an_error_before_the_teardown(house: House) -> None:
+    engine = await house.get("a")
+    order: list[str] = []
+    tasks: list[asyncio.Future[None]] = []
+    stop = engine.stop.side_effect
 
-        async def abort(**said: str) -> int:
-            order.append("abort")
-            tasks.append(asyncio.ensure_future(ended()))
-            return 1
+    async def abort(**said: str) -> int:
+        order.append("abort")
+        tasks.append(asyncio.ensure_future(ended()))
+        return 1
 
-        async def ended() -> None:
-            await settle()
-            order.append("released")
-            await house.release("a")
-
-        async def stopped() -> None:
-            order.append("stop")
-            await stop()
-
-        engine.abort_all_requests.side_effect = abort
-        engine.stop.side_effect = stopped
-        by_hand = unload(house.pool, query="mode=now")
-        late = house.ask("a")
-        assert await by_hand.task == "unloaded"
-        assert order == ["abort", "released", "stop"]
-        assert await late is not engine
+    async def ended() -> None:
+        await settle()
+        order.append("released")
         await house.release("a")
-        house.assert_idle()
 
-    run(test)
+    async def stopped() -> None:
+        order.append("stop")
+        await stop()
+
+    engine.abort_all_requests.side_effect = abort
+    engine.stop.side_effect = stopped
+    by_hand = unload(house.pool, query="mode=now")
+    late = house.ask("a")
+    assert await by_hand.task == "unloaded"
+    assert order == ["abort", "released", "stop"]
+    assert await late is not engine
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_now_ends_the_requests_that_hold_the_model_and_no_others(make_house: Make) -> None:
+async def test_now_ends_the_requests_that_hold_the_model_and_no_others(house: House) -> None:
     """Each gives its lease back on its own way out, whatever its engine knows of it."""
-
-    async def test() -> None:
-        house = make_house()
-        engine = await house.get("a")
-        await house.release("a")
-        clients = {name: Client(house, name) for name in ("a", "d", "released")}
-        for client in clients.values():
-            await client.holds.wait()
-        assert house.entry("a").in_use == 1
-        by_hand = unload(house.pool, query="mode=now")
-        assert await by_hand.task == "unloaded"
-        await clients["a"].task
-        assert clients["a"].sent[0]["status"] == 503
-        assert b'"model_unloading"' in clients["a"].sent[1]["body"]
-        engine.stop.assert_awaited_once()
-        for name in ("d", "released"):
-            assert not clients[name].task.done()
-            clients[name].go_on.set()
-            await clients[name].task
-            assert clients[name].sent[0]["status"] == 200
-        house.assert_idle()
-
-    run(test)
+    engine = await house.get("a")
+    await house.release("a")
+    clients = {name: Client(house, name) for name in ("a", "d", "released")}
+    for client in clients.values():
+        await client.holds.wait()
+    assert house.entry("a").in_use == 1
+    by_hand = unload(house.pool, query="mode=now")
+    assert await by_hand.task == "unloaded"
+    await clients["a"].task
+    assert clients["a"].sent[0]["status"] == 503
+    assert b'"model_unloading"' in clients["a"].sent[1]["body"]
+    engine.stop.assert_awaited_once()
+    for name in ("d", "released"):
+        assert not clients[name].task.done()
+        clients[name].go_on.set()
+        await clients[name].task
+        assert clients[name].sent[0]["status"] == 200
+    house.assert_idle()
 
 
-def test_now_ends_a_request_that_was_granted_the_model_and_has_not_woken(
-    make_house: Make, mocker: Any
+async def test_now_ends_a_request_that_was_granted_the_model_and_has_not_woken(
+    house: House, mocker: Any
 ) -> None:
     """It holds a lease that no request is seen to hold yet; its answer is whole as well."""
+    house.hold_loads = True
+    client = Client(house, "a")
+    await until(lambda: "load a" in house.events)
+    wake, by_hand = house.admission._wake, []
 
-    async def test() -> None:
-        house = make_house()
-        house.hold_loads = True
-        client = Client(house, "a")
-        await until(lambda: "load a" in house.events)
-        wake, by_hand = house.admission._wake, []
+    def slowly(*waiters: Any) -> None:
+        by_hand.append(unload(house.pool, query="mode=now"))
+        asyncio.get_running_loop().call_later(0.01, wake, *waiters)
 
-        def slowly(*waiters: Any) -> None:
-            by_hand.append(unload(house.pool, query="mode=now"))
-            asyncio.get_running_loop().call_later(0.01, wake, *waiters)
-
-        mocker.patch.object(house.admission, "_wake", slowly)
-        await house.let_load("a")
-        await client.task
-        assert client.sent[0]["status"] == 503
-        assert b'"model_unloading"' in client.sent[1]["body"]
-        assert await by_hand[0].task == "unloaded"
-        house.assert_idle()
-
-    run(test)
+    mocker.patch.object(house.admission, "_wake", slowly)
+    await house.let_load("a")
+    await client.task
+    assert client.sent[0]["status"] == 503
+    assert b'"model_unloading"' in client.sent[1]["body"]
+    assert await by_hand[0].task == "unloaded"
+    house.assert_idle()
 
 
 class Client:
@@ -416,302 +352,241 @@ class Client:
         self.task = asyncio.get_running_loop().create_task(work)
 
 
-def test_c9_now_does_not_wait_for_a_lease_under_which_nothing_runs(
-    make_house: Make, mocker: Any
+async def test_c9_now_does_not_wait_for_a_lease_under_which_nothing_runs(
+    house: House, mocker: Any
 ) -> None:
     """Its client has stopped reading."""
-
-    async def test() -> None:
-        mocker.patch.object(unloads, "ABORT_GRACE_S", 1000.0)
-        house = make_house()
-        engine = await house.get("a")
-        assert await soon(unload(house.pool, query="mode=now").task) == "unloaded"
-        engine.abort_all_requests.assert_awaited_once()
-        assert house.resident() == set()
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    mocker.patch.object(unloads, "ABORT_GRACE_S", 1000.0)
+    engine = await house.get("a")
+    assert await soon(unload(house.pool, query="mode=now").task) == "unloaded"
+    engine.abort_all_requests.assert_awaited_once()
+    assert house.resident() == set()
+    await house.release("a")
+    house.assert_idle()
 
 
-def test_p6_an_abort_without_a_signature_is_called_all_the_same(
-    make_house: Make, mocker: Any
+async def test_p6_an_abort_without_a_signature_is_called_all_the_same(
+    house: House, mocker: Any
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        engine = await house.get("a")
-        mocker.patch("inspect.signature", side_effect=TypeError)
-        await soon(unload(house.pool, query="mode=now").task)
-        engine.abort_all_requests.assert_awaited_once_with()
-        await house.release("a")
-
-    run(test)
+    engine = await house.get("a")
+    mocker.patch("inspect.signature", side_effect=TypeError)
+    await soon(unload(house.pool, query="mode=now").task)
+    engine.abort_all_requests.assert_awaited_once_with()
+    await house.release("a")
 
 
-def test_now_tears_down_what_does_not_end(make_house: Make, mocker: Any) -> None:
-    async def test() -> None:
-        mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
-        house = make_house()
-        engine = await house.get("a")
-        engine.has_active_requests.return_value = True
-        assert await soon(unload(house.pool, query="mode=now").task) == "unloaded"
-        engine.abort_all_requests.assert_awaited_once()
-        assert house.resident() == set()
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+async def test_now_tears_down_what_does_not_end(house: House, mocker: Any) -> None:
+    mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
+    engine = await house.get("a")
+    engine.has_active_requests.return_value = True
+    assert await soon(unload(house.pool, query="mode=now").task) == "unloaded"
+    engine.abort_all_requests.assert_awaited_once()
+    assert house.resident() == set()
+    await house.release("a")
+    house.assert_idle()
 
 
 @pytest.mark.parametrize("why", ["in use", "speech", "loading", "pinned", "waited for"])
-def test_if_idle_refuses_at_once_and_changes_nothing(make_house: Make, why: str) -> None:
-    async def test() -> None:
-        house = make_house()
-        house.hold_loads = why in ("loading", "waited for")
-        asked = [house.ask("a")]
-        if not house.hold_loads:
-            engine = await asked.pop()
-        else:
-            await until(lambda: "load a" in house.events)
-        if why == "speech":
-            engine.has_active_requests.return_value = True
-        if why != "in use" and not house.hold_loads:
-            await house.release("a")
-        if why == "pinned":
-            house.entry("a").is_pinned = True
-        model = "a"
-        if why == "waited for":
-            model = "b"
-            asked.append(house.ask("b"))
-            await settle()
-        with pytest.raises(admission_refused()):
-            await unload(house.pool, model, query="mode=if-idle").task
-        by_hand = unload(house.pool, model, query="mode=if-idle")
-        with pytest.raises(admission_refused()):
-            await by_hand.task
-        refusal = by_hand.request.refusal
-        assert refusal is not None
-        assert (refusal.status, refusal.code) == (409, "model_not_idle")
-        reason = {"speech": "in use", "waited for": "1 request waits"}.get(why, why)
-        assert reason in refusal.message
-        assert "unload a" not in house.events
-        house.hold_loads = False
-        for name in [m for m in ("a",) if asked]:
-            await house.let_load(name)
-        for task in asked:
-            await task
-            await house.release("a" if task is asked[0] else "b")
-        if why == "in use":
-            await house.release("a")
-
-    run(test)
+async def test_if_idle_refuses_at_once_and_changes_nothing(house: House, why: str) -> None:
+    house.hold_loads = why in ("loading", "waited for")
+    asked = [house.ask("a")]
+    if not house.hold_loads:
+        engine = await asked.pop()
+    else:
+        await until(lambda: "load a" in house.events)
+    if why == "speech":
+        engine.has_active_requests.return_value = True
+    if why != "in use" and not house.hold_loads:
+        await house.release("a")
+    if why == "pinned":
+        house.entry("a").is_pinned = True
+    model = "a"
+    if why == "waited for":
+        model = "b"
+        asked.append(house.ask("b"))
+        await settle()
+    with pytest.raises(admission_refused()):
+        await unload(house.pool, model, query="mode=if-idle").task
+    by_hand = unload(house.pool, model, query="mode=if-idle")
+    with pytest.raises(admission_refused()):
+        await by_hand.task
+    refusal = by_hand.request.refusal
+    assert refusal is not None
+    assert (refusal.status, refusal.code) == (409, "model_not_idle")
+    reason = {"speech": "in use", "waited for": "1 request waits"}.get(why, why)
+    assert reason in refusal.message
+    assert "unload a" not in house.events
+    house.hold_loads = False
+    for name in [m for m in ("a",) if asked]:
+        await house.let_load(name)
+    for task in asked:
+        await task
+        await house.release("a" if task is asked[0] else "b")
+    if why == "in use":
+        await house.release("a")
 
 
-def test_if_idle_unloads_what_is_idle(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        await house.use("a")
-        assert await unload(house.pool, query="mode=if-idle").task == "unloaded"
-        assert house.resident() == set()
-
-    run(test)
+async def test_if_idle_unloads_what_is_idle(house: House) -> None:
+    await house.use("a")
+    assert await unload(house.pool, query="mode=if-idle").task == "unloaded"
+    assert house.resident() == set()
 
 
 @pytest.mark.parametrize("query", ["mode=later", "mode=", "mode=drain&mode=x"])
-def test_an_unknown_mode_is_refused_and_the_known_ones_are_named(
-    make_house: Make, query: str
+async def test_an_unknown_mode_is_refused_and_the_known_ones_are_named(
+    house: House, query: str
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        await house.use("a")
-        by_hand = unload(house.pool, query=query)
-        with pytest.raises(admission_refused()):
-            await by_hand.task
-        refusal = by_hand.request.refusal
-        assert refusal is not None
-        assert refusal.status == 400
-        assert all(mode in refusal.message for mode in ("drain", "now", "if-idle"))
-        assert house.resident() == {"a"}
-
-    run(test)
-
-
-def test_a_deletion_waits_and_then_ends_what_runs(make_house: Make, mocker: Any) -> None:
-    """Stock goes on when this unload fails, and would forget a model that is loaded."""
-
-    async def test() -> None:
-        mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
-        house = make_house()
-        engine = await house.get("a")
-        by_hand = ByHand(
-            lambda: house.pool._unload_engine("a"),
-            path="/admin/api/hf/models/a",
-            method="DELETE",
-            max_wait="30",
-        )
-        await settle()
-        by_hand.leave()  # what is half done is not stopped
-        await later(10.0)
-        engine.abort_all_requests.assert_not_awaited()
-        await soon(by_hand.task)
-        engine.abort_all_requests.assert_awaited_once()
-        assert house.resident() == set()
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_a_settings_change_waits_and_is_refused_quietly(make_house: Make) -> None:
-    """Its route answers 200 and says that nothing was unloaded: no refusal replaces that."""
-
-    async def test() -> None:
-        house = make_house()
-        engine = await house.get("a")
-        by_hand = ByHand(
-            lambda: house.pool._unload_engine("a"),
-            path="/admin/api/models/a/settings",
-            method="PUT",
-            max_wait="0.05",
-        )
-        with pytest.raises(admission_refused()):
-            await by_hand.task
-        assert by_hand.request.refusal is None
-        engine.stop.assert_not_awaited()
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
-
-
-def test_one_request_has_one_budget_for_all_that_it_unloads(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        refused: list[str] = []
-        for model in ("a", "d"):
-            await house.get(model)
-
-        async def change() -> None:
-            for model in ("a", "d"):
-                try:
-                    await house.pool._unload_engine(model)
-                except admission_refused():
-                    refused.append(model)
-
-        by_hand = ByHand(change, path="/admin/api/global-settings", max_wait="0.1")
-        await until(lambda: "a" in refused)
-        await settle()
-        assert refused == ["a", "d"]
+    await house.use("a")
+    by_hand = unload(house.pool, query=query)
+    with pytest.raises(admission_refused()):
         await by_hand.task
+    refusal = by_hand.request.refusal
+    assert refusal is not None
+    assert refusal.status == 400
+    assert all(mode in refusal.message for mode in ("drain", "now", "if-idle"))
+    assert house.resident() == {"a"}
+
+
+async def test_a_deletion_waits_and_then_ends_what_runs(house: House, mocker: Any) -> None:
+    """Stock goes on when this unload fails, and would forget a model that is loaded."""
+    mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
+    engine = await house.get("a")
+    by_hand = ByHand(
+        lambda: house.pool._unload_engine("a"),
+        path="/admin/api/hf/models/a",
+        method="DELETE",
+        max_wait="30",
+    )
+    await settle()
+    by_hand.leave()  # what is half done is not stopped
+    await later(10.0)
+    engine.abort_all_requests.assert_not_awaited()
+    await soon(by_hand.task)
+    engine.abort_all_requests.assert_awaited_once()
+    assert house.resident() == set()
+    await house.release("a")
+    house.assert_idle()
+
+
+async def test_a_settings_change_waits_and_is_refused_quietly(house: House) -> None:
+    """Its route answers 200 and says that nothing was unloaded: no refusal replaces that."""
+    engine = await house.get("a")
+    by_hand = ByHand(
+        lambda: house.pool._unload_engine("a"),
+        path="/admin/api/models/a/settings",
+        method="PUT",
+        max_wait="0.05",
+    )
+    with pytest.raises(admission_refused()):
+        await by_hand.task
+    assert by_hand.request.refusal is None
+    engine.stop.assert_not_awaited()
+    await house.release("a")
+    house.assert_idle()
+
+
+async def test_one_request_has_one_budget_for_all_that_it_unloads(house: House) -> None:
+    refused: list[str] = []
+    for model in ("a", "d"):
+        await house.get(model)
+
+    async def change() -> None:
         for model in ("a", "d"):
-            await house.release(model)
-        house.assert_idle()
+            try:
+                await house.pool._unload_engine(model)
+            except admission_refused():
+                refused.append(model)
 
-    run(test)
-
-
-def test_a_benchmark_that_outlives_its_request_waits_too(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        engine = await house.get("a")
-        background: list[asyncio.Task[Any]] = []
-
-        async def start() -> None:
-            work = house.pool._unload_engine("a")
-            background.append(asyncio.get_running_loop().create_task(work))
-
-        route = ByHand(start, path="/admin/api/bench/start")
-        await route.task
-        route.leave()
-        await later(1.0)
-        engine.stop.assert_not_awaited()
-        await house.release("a")
-        await background[0]
-        engine.stop.assert_awaited_once()
-        house.assert_idle()
-
-    run(test)
+    by_hand = ByHand(change, path="/admin/api/global-settings", max_wait="0.1")
+    await until(lambda: "a" in refused)
+    await settle()
+    assert refused == ["a", "d"]
+    await by_hand.task
+    for model in ("a", "d"):
+        await house.release(model)
+    house.assert_idle()
 
 
-def test_a_benchmark_that_unloads_its_own_model_does_not_wait_for_itself(
+async def test_a_benchmark_that_outlives_its_request_waits_too(house: House) -> None:
+    engine = await house.get("a")
+    background: list[asyncio.Task[Any]] = []
+
+    async def start() -> None:
+        work = house.pool._unload_engine("a")
+        background.append(asyncio.get_running_loop().create_task(work))
+
+    route = ByHand(start, path="/admin/api/bench/start")
+    await route.task
+    route.leave()
+    await later(1.0)
+    engine.stop.assert_not_awaited()
+    await house.release("a")
+    await background[0]
+    engine.stop.assert_awaited_once()
+    house.assert_idle()
+
+
+async def test_a_benchmark_that_unloads_its_own_model_does_not_wait_for_itself(
     make_house: Make,
 ) -> None:
-    async def test() -> None:
-        house = make_house(max_wait_s=5.0)
-        background: list[asyncio.Task[Any]] = []
+    house = make_house(max_wait_s=5.0)
+    background: list[asyncio.Task[Any]] = []
 
-        async def job() -> None:
-            await house.get("a", lease=False)
-            assert house.entry("a").in_use == 1
-            await house.pool._unload_engine("a")
-
-        async def start() -> None:
-            background.append(asyncio.get_running_loop().create_task(job()))
-
-        await ByHand(start, path="/admin/api/bench/start").task
-        await background[0]
-        assert house.resident() == set()
-        house.assert_idle()
-
-    run(test)
-
-
-def test_outside_of_requests_and_at_shutdown_stock_unloads(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        await house.get("a")
+    async def job() -> None:
+        await house.get("a", lease=False)
+        assert house.entry("a").in_use == 1
         await house.pool._unload_engine("a")
-        assert house.resident() == set()
-        await house.release("a")
-        await house.get("a")
-        by_hand = ByHand(house.pool.shutdown, path="/admin/api/server/restart")
-        await by_hand.task
-        assert house.resident() == set()
 
-    run(test)
+    async def start() -> None:
+        background.append(asyncio.get_running_loop().create_task(job()))
 
-
-def test_switched_off_an_unload_cuts_as_stock_does(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house(unloads=False)
-        engine = await house.get("a")
-        assert await unload(house.pool).task == "unloaded"
-        engine.stop.assert_awaited_once()
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    await ByHand(start, path="/admin/api/bench/start").task
+    await background[0]
+    assert house.resident() == set()
+    house.assert_idle()
 
 
-def test_our_own_failure_lets_stock_unload(
-    make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
+async def test_outside_of_requests_and_at_shutdown_stock_unloads(house: House) -> None:
+    await house.get("a")
+    await house.pool._unload_engine("a")
+    assert house.resident() == set()
+    await house.release("a")
+    await house.get("a")
+    by_hand = ByHand(house.pool.shutdown, path="/admin/api/server/restart")
+    await by_hand.task
+    assert house.resident() == set()
+
+
+async def test_switched_off_an_unload_cuts_as_stock_does(make_house: Make) -> None:
+    house = make_house(unloads=False)
+    engine = await house.get("a")
+    assert await unload(house.pool).task == "unloaded"
+    engine.stop.assert_awaited_once()
+    await house.release("a")
+    house.assert_idle()
+
+
+async def test_our_own_failure_lets_stock_unload(
+    house: House, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        faults._noted.clear()
-        house = make_house()
-        await house.get("a")
-        mocker.patch.object(unloads, "plan_unload", side_effect=ZeroDivisionError)
-        assert await unload(house.pool).task == "unloaded"
-        assert house.resident() == set()
-
-    run(test)
+    faults._noted.clear()
+    await house.get("a")
+    mocker.patch.object(unloads, "plan_unload", side_effect=ZeroDivisionError)
+    assert await unload(house.pool).task == "unloaded"
+    assert house.resident() == set()
     assert "the unload by hand failed" in caplog.text
 
 
-def test_our_own_failure_while_it_waits_lets_stock_unload(
-    make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
+async def test_our_own_failure_while_it_waits_lets_stock_unload(
+    house: House, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        faults._noted.clear()
-        house = make_house()
-        await house.get("a")
-        mocker.patch.object(unloads, "_wait_until_idle", side_effect=ZeroDivisionError)
-        assert await unload(house.pool).task == "unloaded"
-        await house.release("a")
-        assert house.resident() == set()
-        house.assert_idle()
-
-    run(test)
+    faults._noted.clear()
+    await house.get("a")
+    mocker.patch.object(unloads, "_wait_until_idle", side_effect=ZeroDivisionError)
+    assert await unload(house.pool).task == "unloaded"
+    await house.release("a")
+    assert house.resident() == set()
+    house.assert_idle()
     assert "the unload by hand failed" in caplog.text
 
 
@@ -731,119 +606,96 @@ DOORS = {"public": lambda house, query="": unload(house.pool, query=query), "adm
 by_every_door = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 
 
-def test_the_admin_route_of_newer_releases_drains_first(make_house: Make) -> None:
-    async def test() -> None:
-        house = make_house()
-        engine = await house.get("a")
-        by_hand = by_admin(house)
-        await settle()
-        assert drains(house)
-        engine.abort_all_requests.assert_not_awaited()
-        await house.release("a")
-        assert await by_hand.task is True
-        house.assert_idle()
-
-    run(test)
+async def test_the_admin_route_of_newer_releases_drains_first(house: House) -> None:
+    engine = await house.get("a")
+    by_hand = by_admin(house)
+    await settle()
+    assert drains(house)
+    engine.abort_all_requests.assert_not_awaited()
+    await house.release("a")
+    assert await by_hand.task is True
+    house.assert_idle()
 
 
 @by_every_door
 @pytest.mark.parametrize("query", ["", "mode=now", "mode=if-idle"])
-def test_f2_what_came_after_the_unload_of_an_idle_model_is_not_cut(
-    make_house: Make, door: Callable[..., ByHand], query: str
+async def test_f2_what_came_after_the_unload_of_an_idle_model_is_not_cut(
+    house: House, door: Callable[..., ByHand], query: str
 ) -> None:
     """Another model loads meanwhile, and has the pool's lock."""
-
-    async def test() -> None:
-        house = make_house()
-        dying = await house.get("a")
-        await house.release("a")
-        for_d = await house.held_load("d")
-        by_hand = door(house, query)
-        await asyncio.sleep(0)  # it has come as far as to its first wait
-        late = house.ask("a")
-        assert await by_hand.task in ("unloaded", True)
-        assert not for_d.done()
-        assert not late.done()
-        dying.abort_all_requests.assert_not_awaited()
-        house.hold_loads = False
-        await house.let_load("d")
-        assert await late is not dying
-        await for_d
-        await house.release("a")
-        await house.release("d")
-        house.assert_idle()
-
-    run(test)
+    dying = await house.get("a")
+    await house.release("a")
+    for_d = await house.held_load("d")
+    by_hand = door(house, query)
+    await asyncio.sleep(0)  # it has come as far as to its first wait
+    late = house.ask("a")
+    assert await by_hand.task in ("unloaded", True)
+    assert not for_d.done()
+    assert not late.done()
+    dying.abort_all_requests.assert_not_awaited()
+    house.hold_loads = False
+    await house.let_load("d")
+    assert await late is not dying
+    await for_d
+    await house.release("a")
+    await house.release("d")
+    house.assert_idle()
 
 
 @by_every_door
-def test_c22_now_acts_at_once_while_another_model_loads(
-    make_house: Make, door: Callable[..., ByHand]
+async def test_c22_now_acts_at_once_while_another_model_loads(
+    house: House, door: Callable[..., ByHand]
 ) -> None:
-    async def test() -> None:
-        house = make_house()
-        engine = await house.get("a")
+    engine = await house.get("a")
 
-        async def abort(**said: str) -> int:
-            await house.release("a")
-            return 1
+    async def abort(**said: str) -> int:
+        await house.release("a")
+        return 1
 
-        engine.abort_all_requests.side_effect = abort
-        for_d = await house.held_load("d")
-        assert await door(house, "mode=now").task in ("unloaded", True)
-        engine.abort_all_requests.assert_awaited_once()
-        assert not for_d.done()
-        await house.let_load("d")
-        await for_d
-        await house.release("d")
-        house.assert_idle()
-
-    run(test)
+    engine.abort_all_requests.side_effect = abort
+    for_d = await house.held_load("d")
+    assert await door(house, "mode=now").task in ("unloaded", True)
+    engine.abort_all_requests.assert_awaited_once()
+    assert not for_d.done()
+    await house.let_load("d")
+    await for_d
+    await house.release("d")
+    house.assert_idle()
 
 
 @by_every_door
-def test_c23_work_that_ends_without_a_lease_is_waited_for(
-    make_house: Make, door: Callable[..., ByHand]
+async def test_c23_work_that_ends_without_a_lease_is_waited_for(
+    house: House, door: Callable[..., ByHand]
 ) -> None:
     """The last answer is out, its engine has yet to put it away: nobody is cut."""
-
-    async def test() -> None:
-        house = make_house()
-        if not hasattr(house.pool, "_entry_has_scheduler_work"):
-            pytest.skip("this oMLX does not look at its schedulers")
-        engine = await house.get("a")
-        engine.scheduler = MagicMock(running={"r1": None})
-        await house.release("a")
-        by_hand = door(house)
-        await settle()
-        assert drains(house)
-        engine.scheduler = None
-        assert await by_hand.task in ("unloaded", True)
-        engine.abort_all_requests.assert_not_awaited()
-        house.assert_idle()
-
-    run(test)
+    if not hasattr(house.pool, "_entry_has_scheduler_work"):
+        pytest.skip("this oMLX does not look at its schedulers")
+    engine = await house.get("a")
+    engine.scheduler = MagicMock(running={"r1": None})
+    await house.release("a")
+    by_hand = door(house)
+    await settle()
+    assert drains(house)
+    engine.scheduler = None
+    assert await by_hand.task in ("unloaded", True)
+    engine.abort_all_requests.assert_not_awaited()
+    house.assert_idle()
 
 
-def test_if_idle_looks_again_in_the_step_that_marks(make_house: Make) -> None:
+async def test_if_idle_looks_again_in_the_step_that_marks(house: House) -> None:
     """A route of a later release might wait between its look and the unload."""
+    engine = await house.get("a")
+    await house.release("a")
 
-    async def test() -> None:
-        house = make_house()
-        engine = await house.get("a")
-        await house.release("a")
+    async def route() -> None:
+        house.pool.get_entry("a")
+        await house.get("a")
+        await house.pool._unload_engine("a")
 
-        async def route() -> None:
-            house.pool.get_entry("a")
-            await house.get("a")
-            await house.pool._unload_engine("a")
-
-        by_hand = ByHand(route, query="mode=if-idle")
-        with pytest.raises(admission_refused()):
-            await by_hand.task
-        assert by_hand.code == "model_not_idle"
-        engine.stop.assert_not_awaited()
-        await house.release("a")
-        house.assert_idle()
-
-    run(test)
+    by_hand = ByHand(route, query="mode=if-idle")
+    with pytest.raises(admission_refused()):
+        await by_hand.task
+    assert by_hand.code == "model_not_idle"
+    engine.stop.assert_not_awaited()
+    await house.release("a")
+    house.assert_idle()
