@@ -171,7 +171,7 @@ async def test_p2_nobody_is_handed_a_dead_engine(
     await until(lambda: core._task.done())
     assert not engines.lives(engine)
     assert resident.verified_engine(works.pool, state, "a") is None
-    assert resident.ready_engine(works.pool, state, "a", False, None) is None
+    assert resident.checked_engine(works.pool, state, "a", False, None) is None
     port = works.admission.port
     assert not port.still_serving("a", engine)
     assert not port.in_use("a") and entry.in_use == 2

@@ -195,7 +195,7 @@ async def test_a_fault_of_ours_lets_stock_answer(
     house = make_house(features={"resident"})
     engine = await house.get("d", lease=False)
     faults._noted.clear()
-    mocker.patch.object(resident, "ready_engine", side_effect=ZeroDivisionError)
+    mocker.patch.object(resident, "checked_engine", side_effect=ZeroDivisionError)
     assert await house.get("d", lease=False) is engine
     assert await house.get("d", lease=False) is engine
     assert caplog.text.count("resident path failed") == 1

@@ -14,19 +14,31 @@ from ..queue import Admission, QueueBroken
 class PoolAdmission(Admission):
     """:class:`~..queue.Admission` with the question that a call of the pool asks."""
 
-    def question(
+    async def get_engine(
         self, model_id: str, force_lm: bool, lease: bool, runtime_settings: object | None
-    ) -> Ask:
-        """What a call wants of the queue.
+    ) -> Any:
+        """Wait for the engine that such a call wants, one lease held; see :meth:`acquire`.
 
         Always with a lease: a caller that wanted none gives it back where nothing can come
         between the hand-out and the first use. A text engine is leased by all that want it
         to generate: a caller that does not want a lease needs no place of it.
 
+        A model of a kind that the route of this request cannot serve is refused: nothing
+        is loaded, and nothing evicted, for it.
+
         Raises:
             QueueBroken: the pool cannot be read; ask it itself.
             Exception: the pool's own error for a model that it cannot load.
         """
+        ask = self._question(model_id, force_lm, lease, runtime_settings)
+        request = requests.active()
+        if request is not None and self.config.errors:
+            self._refuse_wrong_kind(request, ask.target.model)
+        return await self.acquire(ask)
+
+    def _question(
+        self, model_id: str, force_lm: bool, lease: bool, runtime_settings: object | None
+    ) -> Ask:
         try:
             self.port.raise_if_unavailable(model_id)
             arguments: dict[str, Any] = {"model_id": model_id}
@@ -47,20 +59,12 @@ class PoolAdmission(Admission):
             faults.note("the admission queue", error)
             raise QueueBroken from None
 
-    async def engine(self, ask: Ask) -> Any:
-        """Wait for the engine of ``ask``, one lease held; see :meth:`acquire`.
-
-        A model of a kind that the route of this request cannot serve is refused: nothing
-        is loaded, and nothing evicted, for it.
-        """
-        request = requests.active()
-        if request is not None and self.config.errors:
-            try:
-                refusal = self.port.wrong_kind(request.path, ask.target.model)
-            except Exception as error:  # the route will say it, after the load
-                faults.note("the kinds of models", error)
-                refusal = None
-            if refusal is not None:
-                request.refusal = refusal
-                raise self.port.refused(refusal)
-        return await self.acquire(ask)
+    def _refuse_wrong_kind(self, request: requests.Request, model: str) -> None:
+        try:
+            refusal = self.port.wrong_kind(request.path, model)
+        except Exception as error:  # the route will say it, after the load
+            faults.note("the kinds of models", error)
+            return
+        if refusal is not None:
+            request.refusal = refusal
+            raise self.port.refused(refusal)

@@ -81,35 +81,66 @@ def no_engine() -> None:
 
 
 def note(
-    engine: Any, model_id: str, lease: bool, force_lm: bool, settings: object | None
+    engine: Any,
+    model_id: str,
+    lease: bool,
+    force_lm: bool,
+    settings: object | None,
+    give_back: Callable[[], None] | None = None,
 ) -> bool:
     """Remember what the current request was handed, and whether it leased it itself.
 
-    False where there is no request to remember it.
+    A lease that it did not ask for is passed to it by what gives it back. False where
+    there is no request to remember it; then the lease is given back at once.
     """
     request = requests.current.get()
     if request is None:
+        if give_back is not None:
+            give_back()
         return False
     # Whatever was refused before, this is what the route goes on with.
     request.refusal = None
     holding = request.handed.get(model_id)
     if holding is None or holding.engine() is not engine:
-        try:
-            reference: Callable[[], Any] = weakref.ref(engine)
-        except TypeError:
-            return False
-        left, lapsed = [], 0
-        if holding is not None:
-            left, lapsed = holding.kept, holding.leased + holding.lapsed
-        holding = request.handed[model_id] = Holding(
-            reference, force_lm, settings, kept=left, lapsed=lapsed
-        )
+        holding = _begin(request, holding, engine, model_id, force_lm, settings)
+    if give_back is not None:
+        _keep(request, holding, Kept(give_back))
+    if holding is None:
+        return False
     if lease:
         holding.leased += 1
     return True
 
 
-def released(model_id: str) -> Callable[[], Any] | None:
+def _begin(
+    request: requests.Request,
+    before: Holding | None,
+    engine: Any,
+    model_id: str,
+    force_lm: bool,
+    settings: object | None,
+) -> Holding | None:
+    """Another engine than ``before``; None for an object that cannot be referenced weakly."""
+    try:
+        reference: Callable[[], Any] = weakref.ref(engine)
+    except TypeError:
+        return None
+    holding = request.handed[model_id] = Holding(reference, force_lm, settings)
+    if before is not None:
+        holding.kept, holding.lapsed = before.kept, before.leased + before.lapsed
+    return holding
+
+
+def _keep(request: requests.Request, holding: Holding | None, kept: Kept) -> None:
+    if holding is not None:
+        holding.kept.append(kept)
+    if request.ended:
+        kept.job_began()
+    else:
+        request.at_end(kept.request_ended)
+
+
+def released_by_route(model_id: str) -> Callable[[], Any] | None:
     """The current request released a lease that its route had taken.
 
     Returns a reference to the engine that it was taken on, None where nothing is known.
@@ -124,22 +155,6 @@ def released(model_id: str) -> Callable[[], Any] | None:
     holding.leased -= 1
     held: Callable[[], Any] = holding.engine
     return held
-
-
-def keep(model_id: str, give_back: Callable[[], None]) -> None:
-    """Pass a lease that the caller did not ask for to its request, or give it back."""
-    request = requests.current.get()
-    if request is None:
-        give_back()
-        return
-    kept = Kept(give_back)
-    holding = request.handed.get(model_id)
-    if holding is not None:
-        holding.kept.append(kept)
-    if request.ended:
-        kept.job_began()
-    else:
-        request.at_end(kept.request_ended)
 
 
 def let_go(model_id: str) -> None:

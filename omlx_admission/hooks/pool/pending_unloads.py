@@ -19,7 +19,7 @@ from omlx_admission.core import faults
 from omlx_admission.core.port import PoolPort
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.pool import resident
-from omlx_admission.hooks.pool.state import marked_by_us, state_of
+from omlx_admission.hooks.pool.state import lock_of, marked_by_us, state_of
 
 logger = logging.getLogger("omlx.admission")
 
@@ -81,7 +81,7 @@ async def _follow(pool: Any, port: PoolPort, model: str) -> None:
             if _pointless(pool, entry):
                 _withdraw(pool, model, entry)
                 return
-            async with resident.lock_of(pool):
+            async with lock_of(pool):
                 if _is_marked(pool, model) and not await pool._unload_pending_if_idle_locked(
                     model
                 ):

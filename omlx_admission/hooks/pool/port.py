@@ -11,7 +11,7 @@ from omlx_admission.core.policy.model import Target
 from omlx_admission.core.pool.port import EnginePoolPort, refused_class
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
-from omlx_admission.hooks.pool import books, ceiling, dead, phantom, resident, stalled
+from omlx_admission.hooks.pool import ceiling, dead, leases, phantom, resident, stalled
 from omlx_admission.hooks.pool.state import state_of, unloading_models
 
 #: What :meth:`OmlxPool.view` reads.
@@ -99,7 +99,7 @@ class OmlxPool(EnginePoolPort):
 
     def give_back(self, model: str, engine: Any) -> None:
         """By the book of leases."""
-        books.give_back(self._pool, model, lambda: engine)
+        leases.lower(self._pool, model, lambda: engine)
 
     def unread(self, model: str, entry: Any) -> int:
         """See :mod:`.stalled`."""

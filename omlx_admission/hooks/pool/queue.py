@@ -26,7 +26,7 @@ from typing import Any
 from omlx_admission.core import faults
 from omlx_admission.core import request as requests
 from omlx_admission.core.footprint import settled
-from omlx_admission.core.pool import holding
+from omlx_admission.core.pool import holding, ready
 from omlx_admission.core.pool.admission import PoolAdmission
 from omlx_admission.core.pool.port import load_at_hand
 from omlx_admission.core.queue import QueueBroken
@@ -36,7 +36,6 @@ from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.hooks.patching.switches import switches
 from omlx_admission.hooks.pool import (
-    books,
     exceptions,
     leases,
     loads,
@@ -155,49 +154,58 @@ class QueueHooks:
 
     async def get_engine(self, wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         """Queue the call unless its model is resident and serves."""
-        model_id, force_lm, lease, runtime_settings = resident.arguments(*args, **kwargs)
+        model_id, force_lm, lease, settings = resident.arguments(*args, **kwargs)
         state = state_of(pool)
-        held = resident.held_engine(pool, state, model_id, force_lm, runtime_settings)
+        # Only where the resident path is off.
+        held = leases.hand_out_again(pool, state, model_id, lease, force_lm, settings)
         if held is not None:
-            # Only where the resident path is off.
-            resident.hand_out(pool, state, model_id, lease, force_lm, runtime_settings)
             return held
-        ask = None
+        admission = self._queue_for(pool, state, wrapped, model_id, force_lm, lease, settings)
+        if admission is not None:
+            try:
+                engine = await admission.get_engine(model_id, force_lm, lease, settings)
+            except QueueBroken:
+                admission = None
+            except Exception as error:
+                request = requests.active()
+                if request is None or request.refusal is None:
+                    self._remember(pool, error)
+                raise
+        if admission is None:
+            engine = await wrapped(*args, **kwargs)
+        leased = admission is not None
+        leases.note(pool, state, engine, model_id, lease, force_lm, settings, leased=leased)
+        return engine
+
+    def _queue_for(
+        self,
+        pool: Any,
+        state: PoolState,
+        wrapped: Any,
+        model_id: str,
+        force_lm: bool,
+        lease: bool,
+        settings: object | None,
+    ) -> PoolAdmission | None:
+        """The queue that the call has to go through, None where stock answers at once."""
         try:
             admission = state.admission or self._open(pool, state, wrapped)
             # Only where the resident path is off does stock hand out what is ready, locked.
             if (
                 model_id in admission.gated
-                or not resident.ready_engine(pool, state, model_id, force_lm, runtime_settings)
+                or ready.ready_engine(
+                    pool, state.unloading, model_id, force_lm, settings, switches.vlm_engine
+                )
+                is None
                 or (lease and places.is_taken(pool, state, model_id))
             ):
-                ask = admission.question(model_id, force_lm, lease, runtime_settings)
-        except QueueBroken:
-            pass
+                return admission
         except Exception as error:
             if faults.is_omlx(error):
                 self._remember(pool, error)
                 raise
             faults.note("the admission queue", error)
-        if ask is not None:
-            try:
-                engine = await admission.engine(ask)
-            except QueueBroken:
-                ask = None
-            except Exception as error:
-                request = requests.active()
-                if request is not None and request.refusal is None:
-                    self._remember(pool, error)
-                raise
-        if ask is None:
-            engine = await wrapped(*args, **kwargs)
-        books.note(state, engine, model_id, lease, force_lm, runtime_settings)
-        if not lease:
-            if ask is None:
-                resident.keep_unleased(pool, model_id)
-            else:
-                resident.keep_lease(pool, model_id)
-        return engine
+        return None
 
     def _remember(self, pool: Any, error: Exception) -> None:
         if self._settings.errors:
@@ -212,9 +220,9 @@ class QueueHooks:
     async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
         """Only where the resident path is off: tell the queue after stock's release."""
         model_id = args[0] if args else kwargs["model_id"]
-        held = holding.released(model_id)
+        held = holding.released_by_route(model_id)
         try:
-            if books.counts(pool, model_id, held):
+            if leases.counts(pool, model_id, held):
                 return await wrapped(*args, **kwargs)
         finally:
             admission = state_of(pool).admission
@@ -228,7 +236,7 @@ class QueueHooks:
         It may be a load that the queue did not start itself.
         """
         model = args[0] if args else kwargs["model_id"]
-        books.engine_gone(pool, model)
+        leases.engine_gone(pool, model)
         state = state_of(pool)
         work = None
         try:
@@ -248,7 +256,7 @@ class QueueHooks:
         try:
             return await wrapped(*args, **kwargs)
         finally:
-            books.engine_gone(pool, args[0] if args else kwargs["model_id"])
+            leases.engine_gone(pool, args[0] if args else kwargs["model_id"])
             state_of(pool).changed()
 
     @staticmethod

@@ -8,11 +8,8 @@ the same natively (its ``_acquire_loaded_engine``), and there this stands aside.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
-import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from omlx_admission.core import faults
@@ -23,8 +20,8 @@ from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.hooks.patching.switches import switches
-from omlx_admission.hooks.pool import books, dead, engines, leases, places, stalled, unlocked
-from omlx_admission.hooks.pool.state import PoolState, Verified, marked_by_us, state_of
+from omlx_admission.hooks.pool import dead, engines, leases, places, stalled, unlocked
+from omlx_admission.hooks.pool.state import PoolState, Verified, state_of
 
 POOL = "omlx.engine_pool"
 
@@ -172,7 +169,7 @@ LEASE_NATIVE = (
 RELEASE_TASK = "_release_engine_lease"
 
 
-def ready_engine(
+def checked_engine(
     pool: Any,
     state: PoolState,
     model_id: str,
@@ -196,7 +193,7 @@ def ready_engine(
 
 
 def verified_engine(pool: Any, state: PoolState, model_id: str) -> Any:
-    """:func:`ready_engine` for the model's own settings, from what it found last time.
+    """:func:`checked_engine` for the model's own settings, from what it found last time.
 
     Stock copies all settings and builds their signature for every request; here
     nothing is computed while nothing of it has changed.
@@ -258,90 +255,6 @@ def release_name(module: Any) -> str:
     return RELEASE_TASK if hasattr(module.EnginePool, RELEASE_TASK) else "release_engine"
 
 
-def hand_out(
-    pool: Any,
-    state: PoolState,
-    model_id: str,
-    lease: bool,
-    force_lm: bool,
-    settings: object | None,
-) -> None:
-    """Book the hand-out of a ready engine, in the step that found it ready."""
-    entry = pool._entries[model_id]
-    entry.last_access = time.time()
-    state.used[model_id] = time.monotonic()
-    if state.admission is not None:
-        state.admission.policy.first_use(model_id)
-    books.note(state, entry.engine, model_id, lease, force_lm, settings)
-    if lease:
-        entry.in_use += 1
-    else:
-        keep_unleased(pool, model_id)
-
-
-def keep_unleased(pool: Any, model_id: str) -> None:
-    """Lease a model that was just handed out without a lease, for its caller.
-
-    Outside of requests and of the jobs that they begin nothing is held.
-    """
-    if leases.keeping():
-        pool._entries[model_id].in_use += 1
-        keep_lease(pool, model_id)
-
-
-def keep_lease(pool: Any, model_id: str) -> None:
-    """Pass on a lease that was taken for a caller who had asked for none."""
-    held = books.reference(pool._entries[model_id].engine)
-    leases.keep(model_id, lambda: give_back(pool, model_id, held))
-
-
-def give_back(pool: Any, model_id: str, held: Callable[[], Any] | None) -> None:
-    """Give one lease back without waiting; tell what waits for it.
-
-    ``held`` is what it was taken on, None where that is not known.
-    """
-    books.give_back(pool, model_id, held)
-    entry = pool._entries.get(model_id)
-    if entry is None:
-        return
-    state = state_of(pool)
-    if entry.engine is not None:
-        state.used[model_id] = time.monotonic()
-    if entry.pending_unload_reason and not marked_by_us(entry):
-        _unload_pending_soon(pool, model_id)
-    quiesce = state.leaving.get(model_id)
-    if quiesce is not None:
-        quiesce.notify()
-    admission = state.admission
-    if admission is not None:
-        admission.released(model_id)
-
-
-def lock_of(pool: Any) -> contextlib.AbstractAsyncContextManager[Any]:
-    """What an unload of an idle model has to hold: nothing, where teardowns are marked.
-
-    It finds the model idle and marks it in one step, and the holder of the lock joins it.
-    """
-    return contextlib.nullcontext() if switches.marks else pool._lock
-
-
-def _unload_pending_soon(pool: Any, model_id: str) -> None:
-    """Stock unloads a drained, marked model inside the release; do it in a task."""
-
-    async def unload() -> None:
-        async with lock_of(pool):
-            await pool._unload_pending_if_idle_locked(model_id)
-
-    task = asyncio.get_running_loop().create_task(
-        unload(), name=f"admission-pending-unload:{model_id}"
-    )
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
-
-
-_tasks: set[asyncio.Task[None]] = set()
-
-
 async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     """Return a loaded engine at once; otherwise go the stock way."""
     state = state_of(pool)
@@ -353,35 +266,25 @@ async def get_engine(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
             if not force_lm and runtime_settings is None:
                 engine = verified_engine(pool, state, model_id)
             if engine is None:
-                engine = ready_engine(pool, state, model_id, force_lm, runtime_settings)
+                engine = checked_engine(pool, state, model_id, force_lm, runtime_settings)
             if engine is not None and lease and places.is_taken(pool, state, model_id):
                 engine = None
         except Exception as error:  # noqa: BLE001 - stock decides what this call gets
             faults.note("resident path", error)
             engine = None
-    if engine is None:
-        engine = held_engine(pool, state, model_id, force_lm, runtime_settings)
     if engine is not None:
-        hand_out(pool, state, model_id, lease, force_lm, runtime_settings)
+        leases.hand_out(pool, state, model_id, lease, force_lm, runtime_settings)
+    else:
+        engine = leases.hand_out_again(pool, state, model_id, lease, force_lm, runtime_settings)
+    if engine is not None:
         return engine
     dead.bury(pool, model_id)
     engine = await wrapped(*args, **kwargs)
     if state.admission is None:
         # Loaded by stock itself, the queue is off: no await lies between its hand-out
         # and here.
-        books.note(state, engine, model_id, lease, force_lm, runtime_settings)
-        if not lease:
-            keep_unleased(pool, model_id)
+        leases.note(pool, state, engine, model_id, lease, force_lm, runtime_settings)
     return engine
-
-
-def held_engine(
-    pool: Any, state: PoolState, model_id: str, force_lm: bool, settings: object | None
-) -> Any:
-    """The engine that this very request holds and asks for again, or None."""
-    return holding.held_engine(
-        pool._entries.get(model_id), model_id, force_lm, settings, model_id in state.unloading
-    )
 
 
 def arguments(
@@ -404,7 +307,7 @@ async def get_engine_past_teardown(wrapped: Any, pool: Any, args: Any, kwargs: A
 
     async def give_one_back(engine: Any) -> None:
         if lease:
-            give_back(pool, model_id, books.reference(engine))
+            leases.give_back(pool, model_id, leases.reference(engine))
 
     return await ready.engine_past_teardown(
         pool,
@@ -421,7 +324,7 @@ async def release(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     Stock's own release unloads it then, and the answer that has ended waits for the lock.
     """
     model_id = args[0] if args else kwargs["model_id"]
-    give_back(pool, model_id, holding.released(model_id))
+    leases.give_back(pool, model_id, holding.released_by_route(model_id))
 
 
 async def unload(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
@@ -467,7 +370,7 @@ async def _tear_down(
         state = state_of(pool)
         if entry.engine is None:
             state.used.pop(model_id, None)
-        books.engine_gone(pool, model_id)
+        leases.engine_gone(pool, model_id)
         state.unloading.pop(model_id).set()
         state.changed()
 

@@ -18,7 +18,7 @@ from omlx_admission.core import faults
 from omlx_admission.core import request as requests
 from omlx_admission.core.pool import holding
 from omlx_admission.hooks.patching.gate import Kind, Need
-from omlx_admission.hooks.pool import books
+from omlx_admission.hooks.pool import leases
 
 logger = logging.getLogger("omlx.admission")
 
@@ -79,7 +79,7 @@ def let_go(pool: Any, model: str, entry: Any) -> None:
     )
     keep_what_is_made(entry.engine)
     for held in stalled.values():
-        books.lapse(entry, held)
+        leases.lapse(entry, held)
 
 
 def works(pool: Any, entry: Any) -> bool:

@@ -6,6 +6,8 @@ Attached to the pool object itself, so that it goes when the pool goes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 from omlx_admission.core.pool.admission import PoolAdmission
 from omlx_admission.core.pool.marks import DRAIN_REASON
 from omlx_admission.core.quiesce import Quiesce
+from omlx_admission.hooks.patching.switches import switches
 
 _ATTRIBUTE = "_omlx_admission_state"
 
@@ -77,6 +80,21 @@ class PoolState:
         self.used: dict[str, float] = {}
         self.lapsed: dict[str, int] = {}
 
+    def released(self, pool: Any, model: str) -> None:
+        """A lease of ``model`` came back: tell what waits for that."""
+        entry = pool._entries.get(model)
+        if entry is None:
+            return
+        if entry.engine is not None:
+            self.used[model] = time.monotonic()
+        if entry.pending_unload_reason and not marked_by_us(entry):
+            _unload_pending_soon(pool, model)
+        quiesce = self.leaving.get(model)
+        if quiesce is not None:
+            quiesce.notify()
+        if self.admission is not None:
+            self.admission.released(model)
+
     def changed(self) -> None:
         """Tell the queue, if there is one, that the pool changed."""
         if self.admission is not None:
@@ -114,3 +132,28 @@ def marked_by_us(entry: Any) -> bool:
     """Whether the entry's pending mark is ours: for a swap, or for an unload by hand."""
     reason = entry.pending_unload_reason
     return isinstance(reason, str) and reason.startswith((DRAIN_REASON, UNLOAD_REASON))
+
+
+def lock_of(pool: Any) -> contextlib.AbstractAsyncContextManager[Any]:
+    """What an unload of an idle model has to hold: nothing, where teardowns are marked.
+
+    It finds the model idle and marks it in one step, and the holder of the lock joins it.
+    """
+    return contextlib.nullcontext() if switches.marks else pool._lock
+
+
+def _unload_pending_soon(pool: Any, model: str) -> None:
+    """Stock unloads a drained, marked model inside the release; do it in a task."""
+
+    async def unload() -> None:
+        async with lock_of(pool):
+            await pool._unload_pending_if_idle_locked(model)
+
+    task = asyncio.get_running_loop().create_task(
+        unload(), name=f"admission-pending-unload:{model}"
+    )
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+
+
+_tasks: set[asyncio.Task[None]] = set()

@@ -52,8 +52,7 @@ class EngineQueue(PoolAdmission):
     ) -> Any:
         """Wait for the engine of a model that could not be handed out at once."""
         try:
-            ask = self.question(model_id, force_lm, lease, runtime_settings)
-            engine = await self.engine(ask)
+            engine = await super().get_engine(model_id, force_lm, lease, runtime_settings)
         except QueueBroken:
             return await self._pool._get_engine_past_teardown(
                 model_id, force_lm, lease, runtime_settings

@@ -30,9 +30,8 @@ def leased_for_request(get_engine):
         else:
             holding.let_go(model_id)
             engine = await get_engine(pool, model_id, force_lm, True, runtime_settings)
-        holding.note(engine, model_id, _lease, force_lm, runtime_settings)
-        if not _lease:
-            holding.keep(model_id, lambda: _give_back(pool, model_id))
+        spare = None if _lease else functools.partial(_give_back, pool, model_id)
+        holding.note(engine, model_id, _lease, force_lm, runtime_settings, spare)
         return engine
 
     return wrapper
@@ -43,7 +42,7 @@ def released_by_request(release_engine):
 
     @functools.wraps(release_engine)
     async def wrapper(pool, model_id):
-        holding.released(model_id)
+        holding.released_by_route(model_id)
         await release_engine(pool, model_id)
 
     return wrapper
