@@ -18,22 +18,20 @@ Rules of the file:
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
+import math
 import os
+import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from omlx_admission.gpu.exposure_line import (
-    Line,
-    NewerSchemaError,
-    Versions,
-    decode,
-    encode,
-)
-from omlx_admission.gpu.policy.exposure import OTHER, Record
+from omlx_admission.gpu.exposure import Cell, Record
+from omlx_admission.gpu.faults import GpuFault
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +39,179 @@ FILE_NAME = "omlx_admission_exposure.jsonl"
 MAX_BYTES = 256 * 1024
 """The file's limit; a minute of two busy engines takes about 400 bytes."""
 
-_MAX_LINE = 1 << 20
+SCHEMA = 1
+"""Raised with every change that an older reader would misread, a new fault class too."""
+
+_SERIALISED = {True: "on", False: "off"}
+
+
+class Versions(NamedTuple):
+    """What ran while a line was counted. Empty: unknown."""
+
+    omlx: str = ""
+    mlx: str = ""
+    os: str = ""
+    plugin: str = ""
+
+
+@dataclass
+class Line:
+    """One line of the ledger: what was counted from ``start`` to ``end``."""
+
+    versions: Versions = field(default_factory=Versions)
+    record: Record = field(default_factory=Record)
+    start: float = 0.0
+    """Seconds since 1970, as is ``end``."""
+    end: float = 0.0
+    starts: int = 0
+    """Processes that began; those that did not ``stop`` were killed, crashed or still run.
+    Metal often ends a process itself, and then no fault is reported by anybody."""
+    stops: int = 0
+    dropped: int = 0
+    """Unreadable lines that a compaction left out."""
+
+    def add(self, other: Line) -> None:
+        """Add ``other``; versions that differ become ``several``."""
+        self.versions = Versions(
+            *(
+                mine if mine == theirs else "several"
+                for mine, theirs in zip(self.versions, other.versions, strict=True)
+            )
+        )
+        self.record.add(other.record)
+        self.start = min(self.start, other.start)
+        self.end = max(self.end, other.end)
+        self.starts += other.starts
+        self.stops += other.stops
+        self.dropped += other.dropped
+
+
+def system_version() -> str:
+    """The operating system as the ledger names it, for example ``macOS 26.1 arm64``."""
+    mac = platform.mac_ver()[0] if sys.platform == "darwin" else ""
+    name = f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}"
+    return f"{name} {platform.machine()}".strip()
+
+
+def _cell_key(cell: Cell) -> str:
+    return f"{cell.busy}/{cell.long}/{_SERIALISED[cell.serialised]}"
+
+
+def encode(line: Line) -> bytes:
+    """``line`` as it stands in the file, newline included."""
+    record = line.record
+    data: dict[str, Any] = {
+        "v": SCHEMA,
+        "from": round(line.start, 1),
+        "to": round(line.end, 1),
+        **line.versions._asdict(),
+    }
+    for key in ("starts", "stops", "dropped"):
+        if getattr(line, key):
+            data[key] = getattr(line, key)
+    data["seconds"] = {_cell_key(c): round(s, 3) for c, s in sorted(record.seconds.items())}
+    if record.lockups:
+        data["lockups"] = {_cell_key(c): n for c, n in sorted(record.lockups.items())}
+    if record.faults:
+        data["faults"] = [
+            [fault.value, engine, _cell_key(cell), count]
+            for (fault, engine, cell), count in record.faults.items()
+        ]
+    if record.engines:
+        data["engines"] = [
+            [engine, busy, _SERIALISED[serialised], round(seconds, 3)]
+            for (engine, busy, serialised), seconds in record.engines.items()
+        ]
+    return json.dumps(data, ensure_ascii=True, separators=(",", ":")).encode() + b"\n"
+
+
+class NewerSchemaError(ValueError):
+    """The line was written by a newer omlx-admission: not ours to read, nor to drop."""
+
+
+def decode(raw: bytes) -> Line:
+    """The line that ``raw`` holds. ValueError says what is wrong with it."""
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ValueError("not a JSON object") from None
+    if not isinstance(data, dict):
+        raise ValueError("not a JSON object")
+    schema = data.get("v")
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
+        raise ValueError("no schema version")
+    if schema > SCHEMA:
+        raise NewerSchemaError(f"schema {schema}, written by a newer omlx-admission")
+    try:
+        return Line(
+            versions=Versions(*(_text(data.get(key, "")) for key in Versions._fields)),
+            record=Record(
+                seconds={_cell(k): _seconds(s) for k, s in data["seconds"].items()},
+                lockups={_cell(k): _count(n) for k, n in data.get("lockups", {}).items()},
+                faults={
+                    (GpuFault(fault), _text(engine), _cell(cell)): _count(count)
+                    for fault, engine, cell, count in data.get("faults", [])
+                },
+                engines={
+                    (_text(engine), _busy(busy), _on(on)): _seconds(seconds)
+                    for engine, busy, on, seconds in data.get("engines", [])
+                },
+            ),
+            start=_seconds(data["from"]),
+            end=_seconds(data["to"]),
+            starts=_count(data.get("starts", 0)),
+            stops=_count(data.get("stops", 0)),
+            dropped=_count(data.get("dropped", 0)),
+        )
+    except KeyError as error:
+        raise ValueError(f"no {error}") from None
+    except (AttributeError, TypeError):
+        raise ValueError("a field has the wrong shape") from None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError
+    number = float(value) if abs(value) < 1e15 else math.inf
+    if not 0.0 <= number < math.inf:
+        raise ValueError("a number out of range")
+    return number
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError
+    if not 0 <= value < 10**12:
+        raise ValueError("a count out of range")
+    return value
+
+
+def _busy(value: object) -> int:
+    if _count(value) not in (0, 1, 2):
+        raise ValueError("a number of engines other than 0, 1 and 2")
+    return _count(value)
+
+
+def _on(value: object) -> bool:
+    if value not in ("on", "off"):
+        raise ValueError("a state other than on and off")
+    return value == "on"
+
+
+def _cell(key: str) -> Cell:
+    busy, long, on = key.split("/") if key.count("/") == 2 else ("", "", "")
+    if busy not in ("0", "1", "2") or long not in ("0", "1", "2"):
+        raise ValueError("circumstances other than N/N/on or N/N/off")
+    return Cell(int(busy), int(long), _on(on))
+
+
+# --- reading ----------------------------------------------------------------------------
 
 
 class LedgerError(Exception):
@@ -62,8 +232,7 @@ def read(path: Path) -> Ledger:
     file. LedgerError where there is no file, or it may not be read.
     """
     try:
-        with open(path, "rb") as file:
-            return _read(file)
+        return _read(path.read_bytes())
     except FileNotFoundError:
         raise LedgerError(
             f"no exposure ledger at {path}; it is written once a server runs with "
@@ -75,40 +244,29 @@ def read(path: Path) -> Ledger:
         ) from error
 
 
-def _read(file: BinaryIO) -> Ledger:
+def _read(data: bytes) -> Ledger:
     lines: list[Line] = []
-    problems: list[str] = []
-    bad = 0
-    for number, raw, ended in _raw_lines(file):
+    bad: list[str] = []
+    rows = data.split(b"\n")
+    for number, raw in enumerate(rows, 1):
         if not raw.strip():
             continue
         try:
-            if len(raw) > _MAX_LINE:
-                raise ValueError(f"longer than {_MAX_LINE} bytes")
             lines.append(decode(raw))
         except ValueError as error:
-            bad += 1
-            cut = "" if ended else "; cut off at the end, by a crash while it was written"
-            if bad <= 5:
-                problems.append(f"line {number} is left out: {error}{cut}")
-    if bad > 5:
-        problems.append(f"{bad - 5} more lines are left out")
-    if not lines and not bad:
-        problems.append("the ledger is empty: nothing was counted yet")
-    elif not lines:
-        problems.append("the ledger holds no whole line")
+            cut = "; cut off at the end, by a crash while it was written"
+            whole = number < len(rows)  # a newline follows
+            bad.append(f"line {number} is left out: {error}{'' if whole else cut}")
+    problems = bad[:5]
+    if len(bad) > 5:
+        problems.append(f"{len(bad) - 5} more lines are left out")
+    if not lines:
+        problems.append(
+            "the ledger holds no whole line"
+            if bad
+            else "the ledger is empty: nothing was counted yet"
+        )
     return Ledger(lines, problems)
-
-
-def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
-    """Number, bytes (no more than a little over `_MAX_LINE`), and whether it is ended."""
-    number = 0
-    while raw := file.readline(_MAX_LINE + 2):
-        number += 1
-        ended = raw.endswith(b"\n")
-        while not ended and len(raw) > _MAX_LINE and (rest := file.readline(_MAX_LINE)):
-            ended = rest.endswith(b"\n")
-        yield number, raw, ended
 
 
 # --- writing ----------------------------------------------------------------------------
@@ -177,20 +335,17 @@ class ExposureFile:
         raise BlockingIOError
 
     def _compact(self, fd: int) -> None:
-        with open(fd, "rb", closefd=False) as file:
-            file.seek(0)
-            lines: list[Line] = []
-            newer: list[bytes] = []
-            dropped = 0
-            for _, raw, _ in _raw_lines(file):
-                if not raw.strip():
-                    continue
-                try:
+        lines: list[Line] = []
+        newer: list[bytes] = []
+        dropped = 0
+        for raw in os.pread(fd, os.fstat(fd).st_size, 0).split(b"\n"):
+            try:
+                if raw.strip():
                     lines.append(decode(raw))
-                except NewerSchemaError:
-                    newer.append(raw.rstrip(b"\n") + b"\n")
-                except ValueError:
-                    dropped += 1
+            except NewerSchemaError:
+                newer.append(raw + b"\n")
+            except ValueError:
+                dropped += 1
         # The newest of the lines that only a newer version can sum, in their own quarter.
         room = self.max_bytes // 4
         kept: list[bytes] = []
@@ -226,23 +381,12 @@ def _squeezed(lines: list[Line], limit: int) -> list[Line]:
         candidate = _by_versions(lines, keep)
         if fits(candidate):
             return candidate
-    for versions in (8, 1):  # the newest versions stay apart while they can
-        older, candidate = candidate[:-versions], candidate[-versions:]
-        if older:
-            candidate = [_sum(older), *candidate]
-        if fits(candidate):
-            return candidate
-    total = _sum(candidate)
-    if not fits([total]):
-        small = Record(seconds=total.record.seconds, lockups=total.record.lockups)
-        for (fault, _, cell), count in total.record.faults.items():
-            where = (fault, OTHER, cell)
-            small.faults[where] = small.faults.get(where, 0) + count
-        for (_, busy, serialised), seconds in total.record.engines.items():
-            key = (OTHER, busy, serialised)
-            small.engines[key] = small.engines.get(key, 0.0) + seconds
-        total.record = small
-    return [total]
+    while len(candidate) > 1 and not fits(candidate):  # then the newest versions
+        half = (len(candidate) + 1) // 2
+        candidate = [_sum(candidate[:half]), *candidate[half:]]
+    if not fits(candidate):
+        candidate[0].record = candidate[0].record.without_names()
+    return candidate
 
 
 def _by_versions(lines: list[Line], keep: int) -> list[Line]:

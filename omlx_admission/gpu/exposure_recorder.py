@@ -1,6 +1,6 @@
 """What hooks feed: counts in memory, on disk about once a minute.
 
-`ExposureRecorder` holds the accumulator of `gpu.policy.exposure`, adds the clock, the lock and
+`ExposureRecorder` holds the accumulator of `gpu.exposure`, adds the clock, the lock and
 a daemon thread that appends what was counted, at once when a fault is reported (the process
 may be about to end itself).
 
@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from omlx_admission.gpu.exposure_file import MAX_BYTES, ExposureFile
-from omlx_admission.gpu.exposure_line import Line, Versions
-from omlx_admission.gpu.policy.exposure import Exposure, Record
-from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.exposure import Exposure, Record
+from omlx_admission.gpu.exposure_file import MAX_BYTES, ExposureFile, Line, Versions
+from omlx_admission.gpu.faults import GpuFault
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ _SYNC_TRIES, _SYNC_PAUSE_S = 25, 0.02
 
 
 class ExposureRecorder:
-    """The accumulator of `gpu.policy.exposure` with a clock, a lock and a file.
+    """The accumulator of `gpu.exposure` with a clock, a lock and a file.
 
     Every method may be called from any thread, costs microseconds but for `fault`,
     `flush` and `close` (one small write), and raises nothing.
@@ -62,7 +61,7 @@ class ExposureRecorder:
 
     def busy(self, engine: str, *, longest: int = 0) -> None:
         """``engine`` has work, its longest request ``longest`` tokens; see
-        `policy.exposure.Exposure.busy`. Say it again as often as is handy."""
+        `Exposure.busy`. Say it again as often as is handy."""
         with self._lock:
             self._exposure.busy(engine, self._clock(), longest=longest)
 

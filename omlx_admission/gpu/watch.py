@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from omlx_admission.gpu.exposure import EVENT_WINDOW_S
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
-from omlx_admission.gpu.policy.exposure import EVENT_WINDOW_S
-from omlx_admission.gpu.policy.faults import GpuFault, classify, classify_text
+from omlx_admission.gpu.faults import GpuFault, classify, classify_text
 from omlx_admission.gpu_turn import turn as gpu_turn
 
 logger = logging.getLogger("omlx.admission")

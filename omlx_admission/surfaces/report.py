@@ -1,7 +1,7 @@
 """``omlx-admission report``: what the GPU exposure ledger shows, and what it cannot yet.
 
 Reads the file that a server with omlx-admission keeps (`gpu.exposure_file`), adds it
-up and prints exposure, faults, exact rates and the statistics of `gpu.policy.exposure`.
+up and prints exposure, faults, exact rates and the statistics of `gpu.statistics`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omlx_admission.gpu.exposure_file import FILE_NAME, LedgerError, read
-from omlx_admission.gpu.exposure_line import Line
-from omlx_admission.gpu.policy.exposure import (
-    LONG_TOKENS,
-    Record,
+from omlx_admission.gpu.exposure import LONG_TOKENS, Record, merged
+from omlx_admission.gpu.exposure_file import FILE_NAME, LedgerError, Line, read
+from omlx_admission.gpu.statistics import (
     chance_in_share,
     chance_so_few,
     hours_needed,
     hours_needed_known_rate,
-    merged,
     poisson_rate,
 )
 from omlx_admission.surfaces.cli import CommandError

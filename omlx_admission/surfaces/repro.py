@@ -32,8 +32,8 @@ from collections.abc import Callable
 from typing import Any
 
 from omlx_admission import __version__
-from omlx_admission.gpu.exposure_line import system_version
-from omlx_admission.gpu.policy.faults import classify_text
+from omlx_admission.gpu.exposure_file import system_version
+from omlx_admission.gpu.faults import classify_text
 from omlx_admission.surfaces import repro_work
 from omlx_admission.surfaces.cli import CommandError
 from omlx_admission.surfaces.repro_work import BEAT_S, GRACE_S, SIZES

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from omlx_admission.gpu.policy.faults import classify
+from omlx_admission.gpu.faults import classify
+from omlx_admission.gpu_turn.turn import GpuTurn
 
 BEAT_S = 0.5
 """How often the child says how far it is."""
@@ -47,34 +48,6 @@ SIZES: dict[str, dict[str, int]] = {
         "burst": 16,
     },
 }
-
-
-class FifoTurn:
-    """A lock that serves strictly in the order of arrival."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._held = False
-        self._queue: deque[threading.Lock] = deque()
-
-    def acquire(self) -> None:
-        """Wait for the turn."""
-        with self._mutex:
-            if not self._held:
-                self._held = True
-                return
-            mine = threading.Lock()
-            mine.acquire()
-            self._queue.append(mine)
-        mine.acquire()
-
-    def release(self) -> None:
-        """Hand the turn to whoever waits longest."""
-        with self._mutex:
-            if self._queue:
-                self._queue.popleft().release()
-            else:
-                self._held = False
 
 
 class Overlap:
@@ -125,7 +98,7 @@ class Worker:
     def work(
         self,
         synchronise: Callable[[Any], None],
-        turn: FifoTurn | None,
+        turn: GpuTurn | None,
         overlap: Overlap,
         done: Callable[[Worker], bool],
     ) -> None:
@@ -151,7 +124,7 @@ class Worker:
 
     def _within(
         self,
-        turn: FifoTurn | None,
+        turn: GpuTurn | None,
         overlap: Overlap,
         step: Callable[[], None],
         synchronise: Callable[[Any], None],
@@ -159,9 +132,10 @@ class Worker:
         count: bool,
     ) -> None:
         asked = time.perf_counter()
+        hold = None
         if turn is not None:
             self.waiting = True
-            turn.acquire()
+            hold = turn.acquire(self.name, "repro")
             self.waiting = False
         began = time.perf_counter()
         overlap.begin()
@@ -170,8 +144,8 @@ class Worker:
             synchronise(self._stream)
         finally:
             overlap.end()
-            if turn is not None:
-                turn.release()
+            if hold is not None:
+                hold.release()
         if count:
             took = time.perf_counter() - began
             self.steps += 1
@@ -284,7 +258,7 @@ def child(config: dict[str, Any]) -> int:
     mx.set_default_device(device)
     kind = "cpu" if device.type == mx.cpu else "gpu"
     sizes = {**SIZES[kind], **config["sizes"]}
-    turn = FifoTurn() if config["turn"] else None
+    turn = GpuTurn(stuck_s=math.inf, limit_s=math.inf) if config["turn"] else None
     overlap = Overlap()
     workers = [
         Worker("prefill", lambda: prefill_like(mx, device, sizes)),

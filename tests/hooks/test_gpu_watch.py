@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from omlx_admission.gpu import exposure_file
-from omlx_admission.gpu.exposure_line import Versions
+from omlx_admission.gpu.exposure_file import Versions
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
-from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.faults import GpuFault
 from omlx_admission.gpu.watch import GpuFaultError, Watch, watch
 from omlx_admission.hooks.gpu import watch as gpu_watch
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omlx_admission.gpu.policy.exposure import (
+from omlx_admission.gpu.exposure import (
     EVENT_WINDOW_S,
     LONG_TOKENS,
     MAX_ENGINES,
@@ -16,7 +16,7 @@ from omlx_admission.gpu.policy.exposure import (
     Record,
     merged,
 )
-from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.faults import GpuFault
 
 OFF0, OFF1, OFF2 = (Cell(n, 0, False) for n in range(3))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omlx_admission.gpu.policy.exposure import (
+from omlx_admission.gpu.statistics import (
     chance_in_share,
     chance_so_few,
     hours_needed,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from omlx_admission.gpu.policy.faults import GpuFault, classify, classify_text
+from omlx_admission.gpu.faults import GpuFault, classify, classify_text
 
 MLX = "[METAL] Command buffer execution failed: "
 

@@ -17,11 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omlx_admission.gpu import exposure_file, exposure_recorder
-from omlx_admission.gpu.exposure_file import ExposureFile, LedgerError, read
-from omlx_admission.gpu.exposure_line import Line, Versions, decode, encode
+from omlx_admission.gpu.exposure import OTHER, Cell, Record, merged
+from omlx_admission.gpu.exposure_file import (
+    ExposureFile,
+    LedgerError,
+    Line,
+    Versions,
+    decode,
+    encode,
+    read,
+)
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
-from omlx_admission.gpu.policy.exposure import OTHER, Cell, Record, merged
-from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.faults import GpuFault
 
 IDLE, ONE, TWO = Cell(0, 0, False), Cell(1, 0, False), Cell(2, 1, False)
 V = Versions("0.6.3rc2", "0.32.2", "macOS 26.1 arm64", "0.1.0")
@@ -132,7 +139,7 @@ def test_a_corrupt_file_loses_no_whole_line(tmp_path: Path) -> None:
         + b"\0" * 100
         + b"\n"
         + encode(line(2.0))
-        + b"x" * (3 << 20)  # longer than any line may be
+        + b"x" * (3 << 20)
         + b"\n"
         + encode(line(4.0))
         + b"\xff\xfe{}\n" * 9
@@ -141,7 +148,7 @@ def test_a_corrupt_file_loses_no_whole_line(tmp_path: Path) -> None:
     ledger = read(path)
     assert [each.end for each in ledger.lines] == [1.0, 2.0, 4.0, 8.0]
     assert ledger.problems[0] == "line 2 is left out: not a JSON object"
-    assert "line 4 is left out: longer than" in ledger.problems[1]
+    assert ledger.problems[1] == "line 4 is left out: not a JSON object"
     assert ledger.problems[-1] == "6 more lines are left out"
     assert len(ledger.problems) == 6
 
@@ -161,7 +168,7 @@ def test_a_file_cut_anywhere_loses_only_the_cut_line(cut: int) -> None:
     cut = min(cut, len(data))
     ends = [sum(map(len, whole[: n + 1])) for n in range(3)]
     expect = sum(end - 1 <= cut for end in ends)  # the newline itself may be missing
-    ledger = exposure_file._read(__import__("io").BytesIO(data[:cut]))
+    ledger = exposure_file._read(data[:cut])
     assert [each.end for each in ledger.lines] == [1.0, 2.0, 3.0][:expect]
     on_a_boundary = cut in (0, *ends, *(end - 1 for end in ends))
     assert any("cut off at the end" in p for p in ledger.problems) is not on_a_boundary
@@ -354,9 +361,8 @@ def test_processes_share_a_file_and_lose_nothing(tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from omlx_admission.gpu.policy.exposure import Cell, Record
-from omlx_admission.gpu.exposure_file import ExposureFile
-from omlx_admission.gpu.exposure_line import Line
+from omlx_admission.gpu.exposure import Cell, Record
+from omlx_admission.gpu.exposure_file import ExposureFile, Line
 file = ExposureFile(Path({str(path)!r}), max_bytes=16 * 1024)
 pending = Line(record=Record())
 for n in range(400):
@@ -528,8 +534,8 @@ def test_a_killed_process_leaves_whole_lines_and_no_stop(tmp_path: Path) -> None
     program = f"""
 import os, signal
 from pathlib import Path
-from omlx_admission.gpu.policy.faults import GpuFault
-from omlx_admission.gpu.exposure_line import Versions
+from omlx_admission.gpu.faults import GpuFault
+from omlx_admission.gpu.exposure_file import Versions
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
 r = ExposureRecorder(Path({str(path)!r}), Versions("0.6.3rc2"))
 r.start()

@@ -15,8 +15,8 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from omlx_admission.gpu.policy.exposure import Cell, Record
-from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.exposure import Cell, Record
+from omlx_admission.gpu.faults import GpuFault
 from omlx_admission.observation.history import OTHER
 from omlx_admission.observation.observe import MAX_NAMES
 from omlx_admission.observation.pool_snapshot import CacheBudget

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.gpu.exposure_file import FILE_NAME, ExposureFile
-from omlx_admission.gpu.exposure_line import Line, Versions
-from omlx_admission.gpu.policy.exposure import Cell, Record
-from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.exposure import Cell, Record
+from omlx_admission.gpu.exposure_file import FILE_NAME, ExposureFile, Line, Versions
+from omlx_admission.gpu.faults import GpuFault
 from omlx_admission.surfaces import cli
 
 HOUR = 3600.0

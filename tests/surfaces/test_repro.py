@@ -3,16 +3,16 @@
 import itertools
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from omlx_admission.gpu_turn.turn import GpuTurn
 from omlx_admission.surfaces import cli, repro, repro_work
 from omlx_admission.surfaces.repro import status, watch
-from omlx_admission.surfaces.repro_work import FifoTurn, Overlap, Worker
+from omlx_admission.surfaces.repro_work import Overlap, Worker
 
 HANG = (
     "[METAL] Command buffer execution failed: Caused GPU Hang Error "
@@ -266,32 +266,6 @@ repro.child(json.loads(sys.argv[1]))
 # --- the working process ----------------------------------------------------------------
 
 
-def test_turns_go_round_in_the_order_of_arrival() -> None:
-    turn = FifoTurn()
-    served: list[int] = []
-
-    def take(number: int) -> None:
-        turn.acquire()
-        served.append(number)
-        turn.release()
-
-    turn.acquire()
-    threads = []
-    for number in range(8):
-        thread = threading.Thread(target=take, args=(number,))
-        thread.start()
-        threads.append(thread)
-        while len(turn._queue) <= number:  # arrived, seen from here
-            assert thread.is_alive()
-    assert served == []
-    turn.release()
-    for thread in threads:
-        thread.join(30)
-    assert served == list(range(8))
-    turn.acquire()  # free again
-    turn.release()
-
-
 def test_overlap_counts_from_the_second_to_the_last_but_one() -> None:
     now = [0.0]
     overlap = Overlap(clock=lambda: now[0])
@@ -316,7 +290,7 @@ def test_overlap_counts_from_the_second_to_the_last_but_one() -> None:
 
 @pytest.mark.parametrize("where", ["build", "step", "synchronise"])
 def test_a_worker_passes_the_turn_on_whatever_fails(where: str) -> None:
-    turn, overlap = FifoTurn(), Overlap()
+    turn, overlap = GpuTurn(), Overlap()
 
     def fail(which: str) -> None:
         if which == where:
@@ -330,16 +304,16 @@ def test_a_worker_passes_the_turn_on_whatever_fails(where: str) -> None:
     worker.work(lambda _: fail("synchronise"), turn, overlap, lambda _: False)
     assert worker.ended and not worker.waiting
     assert worker.fault is not None and worker.fault["class"] == "Hang"
-    assert not turn._held
+    assert turn.snapshot().holder is None
     assert overlap._active == 0
 
 
 def test_a_worker_synchronises_its_own_stream_before_it_hands_over() -> None:
-    turn, overlap = FifoTurn(), Overlap()
+    turn, overlap = GpuTurn(), Overlap()
     log: list[Any] = []
 
     def synchronise(stream: Any) -> None:
-        assert turn._held
+        assert turn.held()
         log.append(stream)
 
     worker = Worker("w", lambda: ((lambda: log.append("step")), "s"))

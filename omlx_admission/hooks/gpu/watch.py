@@ -17,10 +17,9 @@ from typing import Any
 
 from omlx_admission import __version__
 from omlx_admission.core import faults
-from omlx_admission.gpu.exposure_file import FILE_NAME
-from omlx_admission.gpu.exposure_line import Versions, system_version
+from omlx_admission.gpu.exposure_file import FILE_NAME, Versions, system_version
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
-from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.faults import GpuFault
 from omlx_admission.gpu.watch import GpuFaultError, watch
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.gpu import jobs as gpu_jobs

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from omlx_admission.gpu.policy.exposure import Record
+from omlx_admission.gpu.exposure import Record
 from omlx_admission.gpu.watch import watch
 from omlx_admission.hooks.gpu import native as gpu_native
 from omlx_admission.observation.observe import Observer, Problem

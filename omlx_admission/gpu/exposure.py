@@ -1,10 +1,9 @@
-"""How long how many engines were busy, what the GPU did meanwhile, and what that proves.
+"""How long how many engines were busy, and what the GPU did meanwhile.
 
-Two halves. `Exposure` turns events into a `Record`: seconds by how many engines were
+`Exposure` turns events into a `Record`: seconds by how many engines were
 busy, by how many of them held a request of 32K tokens or more, and by whether engines
 took turns on the GPU; faults by class, engine and the same circumstances. Records add
-up, so a file of them is a ledger. The functions below it are the statistics of
-`omlx-admission report`.
+up, so a file of them is a ledger.
 
 Nothing here reads a clock: every ``now`` is a number of seconds on one clock that does
 not go backwards, such as `time.monotonic`. Nothing here locks: one caller at a time.
@@ -13,11 +12,11 @@ not go backwards, such as `time.monotonic`. Nothing here locks: one caller at a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from omlx_admission.gpu.policy.faults import GpuFault
+from omlx_admission.gpu.faults import GpuFault
 
 LONG_TOKENS = 32_768
 """A request of this many tokens, prompt and answer together, counts as long, as in oMLX
@@ -33,6 +32,8 @@ MAX_ENGINES = 32
 
 OTHER = "(other)"
 _NAME_CHARS = 100
+
+Number = TypeVar("Number", int, float)
 
 
 class Cell(NamedTuple):
@@ -72,32 +73,36 @@ class Record:
             where = (fault, _bounded(engine, names), cell)
             self.faults[where] = self.faults.get(where, 0) + count
 
+    def without_names(self) -> Record:
+        """The same counts, of engines that are all called `OTHER`."""
+        total = Record(dict(self.seconds), dict(self.lockups))
+        for (_, busy, serialised), seconds in self.engines.items():
+            key = (OTHER, busy, serialised)
+            total.engines[key] = total.engines.get(key, 0.0) + seconds
+        for (fault, _, cell), count in self.faults.items():
+            where = (fault, OTHER, cell)
+            total.faults[where] = total.faults.get(where, 0) + count
+        return total
+
     def names(self) -> set[str]:
         """The engine names in this record."""
         return {key[0] for key in self.engines} | {key[1] for key in self.faults}
 
     def hours(self, *, busy: int, serialised: bool, long: int | None = None) -> float:
         """Hours with ``busy`` engines (2: two or more); ``long`` narrows, None sums up."""
-        return (
-            math.fsum(
-                seconds
-                for cell, seconds in self.seconds.items()
-                if cell.busy == busy
-                and cell.serialised == serialised
-                and (long is None or cell.long == long)
-            )
-            / 3600.0
-        )
+        return math.fsum(_where(self.seconds, busy, serialised, long)) / 3600.0
 
     def count(self, *, busy: int, serialised: bool, long: int | None = None) -> int:
         """Lockups under the same circumstances as `hours`."""
-        return sum(
-            count
-            for cell, count in self.lockups.items()
-            if cell.busy == busy
-            and cell.serialised == serialised
-            and (long is None or cell.long == long)
-        )
+        return sum(_where(self.lockups, busy, serialised, long))
+
+
+def _where(
+    counts: Mapping[Cell, Number], busy: int, serialised: bool, long: int | None
+) -> Iterator[Number]:
+    for cell, count in counts.items():
+        if cell.busy == busy and cell.serialised == serialised and long in (None, cell.long):
+            yield count
 
 
 def merged(records: Iterable[Record]) -> Record:
@@ -213,114 +218,3 @@ class Exposure:
         for engine in self._busy:
             key = (_bounded(engine, self._names), cell.busy, cell.serialised)
             record.engines[key] = record.engines.get(key, 0.0) + passed
-
-
-# --- statistics -------------------------------------------------------------------------
-
-
-class Rate(NamedTuple):
-    """A rate per hour with the ends of its confidence interval."""
-
-    per_hour: float
-    low: float
-    high: float
-
-
-def poisson_rate(events: int, hours: float, confidence: float = 0.95) -> Rate:
-    """The rate of ``events`` in ``hours``, with the exact (Garwood 1936) interval.
-
-    The ends are half the chi-square quantiles of ``2 events`` and ``2 events + 2``
-    degrees of freedom, each leaving ``(1 - confidence) / 2`` outside. Needs SciPy, else
-    ImportError. ValueError where ``hours`` is not positive.
-    """
-    if hours <= 0.0 or events < 0:
-        raise ValueError("a rate needs positive hours and no negative count")
-    from scipy.stats import chi2
-
-    tail = (1.0 - confidence) / 2.0
-    low = float(chi2.ppf(tail, 2 * events)) / 2.0 if events else 0.0
-    high = float(chi2.isf(tail, 2 * events + 2)) / 2.0
-    return Rate(events / hours, low / hours, high / hours)
-
-
-def chance_in_share(inside: int, total: int, share: float) -> float:
-    """The chance that ``inside`` or more of ``total`` independent events fall in a part
-    that holds ``share`` (0 to 1) of the time, if time is all that matters.
-
-    With all inside it is ``share ** total``. The report gives 7.5e-8 for nine of nine in
-    6.9 h of 42.8 h (two engines busy, of the hours with any busy); those rounded hours
-    give 7.4e-8, and hours that round to them from 6.8e-8 to 7.9e-8.
-    """
-    if not 0 <= inside <= total or not 0.0 <= share <= 1.0:
-        raise ValueError("needs 0 <= inside <= total and a share from 0 to 1")
-    return math.fsum(
-        math.comb(total, k) * share**k * (1.0 - share) ** (total - k)
-        for k in range(inside, total + 1)
-    )
-
-
-def chance_so_few(
-    faults: int, hours: float, later: int, later_hours: float, factor: float = 1.0
-) -> float:
-    """The chance of ``later`` or fewer faults in ``later_hours`` after ``faults`` in
-    ``hours``, if the later rate were the former one divided by ``factor``.
-
-    The conditional test of two Poisson rates (Przyborowski and Wilenski 1940): given
-    their sum, each fault falls in the later stretch with a chance of
-    ``(later_hours / factor) / (hours + later_hours / factor)``, so the uncertainty of
-    the former rate is accounted for. One-sided.
-    """
-    if faults < 0 or later < 0 or hours <= 0.0 or later_hours < 0.0 or factor <= 0.0:
-        raise ValueError("needs counts of 0 or more, positive hours and factor")
-    weighted = later_hours / factor
-    share = weighted / (hours + weighted)
-    total = faults + later
-    return math.fsum(
-        math.comb(total, k) * share**k * (1.0 - share) ** (total - k) for k in range(later + 1)
-    )
-
-
-def hours_needed(
-    faults: int, hours: float, alpha: float, *, factor: float = 1.0, later: int = 0
-) -> float:
-    """Hours in all, with ``later`` faults and no more in them, at which `chance_so_few`
-    falls to ``alpha``: the shown result is then a rate under ``1 / factor`` of the former.
-
-    Without a fault this is ``factor * hours * (alpha ** (-1 / faults) - 1)``. For nine
-    faults in 6.9 h it gives the report's figures: 2.7 h for p < 0.05, 4.6 h for
-    p < 0.01, and for a reduction of at least five times 13.6 h, within the report's
-    "11.5 to 14 h". Taking the former rate as known instead would give 2.3 h and 3.5 h,
-    which are not the report's first two figures: see `hours_needed_known_rate`.
-
-    ValueError where ``faults`` is 0: nothing can be shown to be rarer than never.
-    """
-    if faults <= 0 or hours <= 0.0 or not 0.0 < alpha < 1.0 or factor <= 0.0 or later < 0:
-        raise ValueError("needs at least one fault, positive hours and alpha between 0 and 1")
-    if later == 0:
-        return factor * hours * math.expm1(-math.log(alpha) / faults)
-    low, high = 0.0, factor * hours
-    while chance_so_few(faults, hours, later, high, factor) > alpha:
-        low, high = high, high * 2.0
-    for _ in range(100):
-        middle = (low + high) / 2.0
-        if chance_so_few(faults, hours, later, middle, factor) > alpha:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def hours_needed_known_rate(
-    faults: int, hours: float, alpha: float, *, factor: float = 1.0
-) -> float:
-    """Fault-free hours after which, were the former rate exactly ``faults / hours``, none
-    at ``1 / factor`` of it has a chance of ``alpha``: ``-ln(alpha) * factor * hours / faults``.
-
-    It leaves out how uncertain the former rate is. For nine faults in 6.9 h and a factor of
-    five it gives 11.5 h at 0.05 and 14.1 h at 0.025 (0.05 split over both sides): the ends
-    of the report's "11.5 to 14 h", with the 13.6 h of `hours_needed` between them.
-    The report does not say how it was computed; its upper end, rounded, may be either.
-    """
-    if faults <= 0 or hours <= 0.0 or not 0.0 < alpha < 1.0 or factor <= 0.0:
-        raise ValueError("needs at least one fault, positive hours and alpha between 0 and 1")
-    return -math.log(alpha) * factor * hours / faults

@@ -1,1 +1,0 @@
-"""Decisions and figures about the GPU: pure, without a clock."""
