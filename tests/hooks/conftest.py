@@ -12,6 +12,7 @@ import inspect
 import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,10 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 import standin
+from omlx_admission.core.request import Request, current
 from omlx_admission.hooks import install
 from omlx_admission.hooks.patching import gate
+from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 from omlx_admission.settings import Settings
 from tests.hooks.decided import decided
@@ -106,18 +109,30 @@ class House:
         await until(lambda: name in self._unload_gates)
         self._unload_gates.pop(name).set()
 
-    async def get(self, model: str, lease: bool = True, **keywords: Any) -> Any:
-        """``get_engine``, leased unless said otherwise."""
+    async def get(
+        self, model: str, lease: bool = True, *, by: Request | None = None, **keywords: Any
+    ) -> Any:
+        """``get_engine``, leased unless said otherwise; within the request ``by``."""
         if lease:
             keywords["_lease"] = True
-        return await self.pool.get_engine(model, **keywords)
+        with within(by):
+            return await self.pool.get_engine(model, **keywords)
 
     def ask(self, model: str, lease: bool = True, **keywords: Any) -> asyncio.Task[Any]:
         """``get_engine`` in a task of its own."""
         return asyncio.get_running_loop().create_task(self.get(model, lease, **keywords))
 
-    async def release(self, model: str) -> None:
-        await self.pool.release_engine(model)
+    async def waits(self, model: str, lease: bool = True, **keywords: Any) -> asyncio.Task[Any]:
+        """``ask`` for what is not to be had yet."""
+        asked = self.ask(model, lease, **keywords)
+        await settle()
+        assert not asked.done()
+        return asked
+
+    async def release(self, model: str, times: int = 1, *, by: Request | None = None) -> None:
+        with within(by):
+            for _ in range(times):
+                await self.pool.release_engine(model)
 
     async def use(self, *models: str) -> None:
         """One request for each, one after the other: what fits is loaded and idle then."""
@@ -146,6 +161,12 @@ class House:
     def admission(self) -> Any:
         return state_of(self.pool).admission
 
+    async def ends_idle(self, *models: str) -> None:
+        """The last leases come back, and nothing is left of any request."""
+        for model in models:
+            await self.release(model)
+        self.assert_idle()
+
     def assert_idle(self) -> None:
         """K8: leases, waiters, marks and teardowns are all gone."""
         entries = self.pool._entries
@@ -160,6 +181,32 @@ class House:
 
 
 Make = Callable[..., House]
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+def request_to(path: str) -> Request:
+    return Request({"path": path, "headers": []}, never)
+
+
+@contextmanager
+def within(request: Request | None) -> Iterator[None]:
+    """What is asked in this block, and what is started in it, belongs to ``request``."""
+    token = request and current.set(request)
+    try:
+        yield
+    finally:
+        if token:
+            current.reset(token)
+
+
+async def refused(asked: Awaitable[Any]) -> Any:
+    """The refusal that ``asked`` ends in."""
+    with pytest.raises(admission_refused()) as raised:
+        await asked
+    return raised.value.refusal
 
 
 async def until(condition: Callable[[], bool], turns: int = 3000) -> None:

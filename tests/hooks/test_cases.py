@@ -13,8 +13,7 @@ from .conftest import House, Make, later, settle, until
 async def test_b10_no_newcomer_revives_the_victim(make_house: Make) -> None:
     house = make_house(max_age_s=0.0)
     await house.get("a")
-    for_b = house.ask("b")
-    await settle()
+    for_b = await house.waits("b")
     newcomers = []
     for _ in range(20):
         newcomers.append(house.ask("a"))
@@ -26,8 +25,7 @@ async def test_b10_no_newcomer_revives_the_victim(make_house: Make) -> None:
     assert house.resident() == {"b"}
     await house.release("b")
     await asyncio.gather(*newcomers)
-    for _ in newcomers:
-        await house.release("a")
+    await house.release("a", len(newcomers))
     house.assert_idle()
 
 
@@ -72,8 +70,7 @@ async def test_b17_requests_all_through_a_load_are_served_by_it(house: House) ->
     with pytest.raises(asyncio.CancelledError):
         await first
     assert house.events.count("load a") == 1
-    for _ in range(4):
-        await house.release("a")
+    await house.release("a", 4)
     house.assert_idle()
 
 
@@ -118,15 +115,12 @@ async def test_b44_one_of_an_exclusive_kind_drains_for_the_other(
         lambda model, *_a, **_k: (("dflash_enabled", str(model in ("d", "p"))),),
     )
     await house.get("d")
-    for_p = house.ask("p")
-    await settle()
-    assert not for_p.done()
+    for_p = await house.waits("p")
     assert house.entry("d").engine is not None
     await house.release("d")
     await for_p
     assert house.resident() == {"p"}
-    await house.release("p")
-    house.assert_idle()
+    await house.ends_idle("p")
 
 
 async def test_b47_a_low_reading_does_not_admit_a_second_model(house: House) -> None:
@@ -135,8 +129,7 @@ async def test_b47_a_low_reading_does_not_admit_a_second_model(house: House) -> 
     house.events.clear()
     await house.get("b")
     assert house.events == ["unload a", "unloaded a", "load b", "loaded b"]
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")
 
 
 async def test_b50_a_failed_load_frees_its_place_for_the_next(house: House) -> None:
@@ -159,8 +152,7 @@ async def test_b52_two_unloads_share_one_teardown_and_a_request_waits_for_it(
     await until(lambda: "unload a" in house.events)
     second = asyncio.ensure_future(house.pool._unload_engine("a"))
     late = house.ask("a")
-    for_b = house.ask("b")
-    await settle()
+    for_b = await house.waits("b")
     assert not late.done()
     await house.release("a")
     await house.let_unload("a")
@@ -171,5 +163,4 @@ async def test_b52_two_unloads_share_one_teardown_and_a_request_waits_for_it(
     assert dying.stop.await_count == 1
     await house.release("a")
     await for_b
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")

@@ -76,8 +76,7 @@ async def test_p5_nothing_more_is_evicted_for_bytes_that_are_on_their_way(
     kernel.reap()
     await swap
     assert house.resident() == {"b", "d"}
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")
 
 
 async def test_p5_a_footprint_that_never_falls_stops_nothing_for_good(
@@ -88,8 +87,7 @@ async def test_p5_a_footprint_that_never_falls_stops_nothing_for_good(
     await house.use("a")
     await house.get("b")
     assert house.resident() == {"b"}
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")
 
 
 async def test_p5_an_unload_that_is_not_ours_waits_for_nothing(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,26 +11,7 @@ from omlx_admission.core import request as requests
 from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 
-from .conftest import House, Make, settle, soon, until
-
-
-async def never() -> Any:
-    await asyncio.Event().wait()
-
-
-def request_to(path: str) -> requests.Request:
-    return requests.Request({"path": path, "headers": []}, never)
-
-
-@contextmanager
-def within(request: requests.Request) -> Iterator[None]:
-    """What is asked in this block, and what is started in it, belongs to ``request``."""
-    token = requests.current.set(request)
-    try:
-        yield
-    finally:
-        requests.current.reset(token)
-
+from .conftest import House, Make, never, request_to, settle, soon, until, within
 
 LOAD = "/v1/models/a/load"
 
@@ -49,17 +28,13 @@ async def test_b12_an_unleased_model_is_no_victim_before_its_request_ends(
     if not cold:
         await house.get("a", lease=False)
     request = request_to(LOAD)
-    with within(request):
-        engine = await house.get("a", lease=False)
+    engine = await house.get("a", lease=False, by=request)
     assert house.entry("a").in_use == 1
-    for_b = house.ask("b")
-    await settle()
-    assert not for_b.done()
+    for_b = await house.waits("b")
     assert house.entry("a").engine is engine
     request.end()
     await soon(for_b)  # for a first use it is kept for some seconds
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -70,8 +45,7 @@ async def test_b12_without_the_queue_stock_finds_no_victim_either(
     if not cold:
         await house.get("a", lease=False)
     request = request_to(LOAD)
-    with within(request):
-        engine = await house.get("a", lease=False)
+    engine = await house.get("a", lease=False, by=request)
     with pytest.raises(house.module.InsufficientMemoryError):
         await house.get("b")
     assert house.entry("a").engine is engine
@@ -119,14 +93,11 @@ async def test_a_job_keeps_what_it_was_handed_until_its_own_end(
     request.end()
     await settle()
     assert house.entry("a").in_use == 1
-    for_b = house.ask("b")
-    await settle()
-    assert not for_b.done()
+    for_b = await house.waits("b")
     finish.set()
     await running
     await for_b
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")
 
 
 @pytest.mark.parametrize("end", ["error", "cancel"])
@@ -228,8 +199,7 @@ async def test_a_pinned_preload_needs_no_lease(make_house: Make) -> None:
 async def test_switched_off_nothing_is_held(make_house: Make) -> None:
     house = make_house(leases=False)
     request = request_to(LOAD)
-    with within(request):
-        await house.get("a", lease=False)
+    await house.get("a", lease=False, by=request)
     house.assert_idle()
     request.end()
     house.assert_idle()
@@ -251,8 +221,7 @@ class TestTheSameRequestAsksAgain:
     ) -> None:
         house = make_house(max_age_s=0.0, max_wait_s=budget, features=features)
         request, others = request_to(USE if budget else LOAD), []
-        with within(request):
-            engine = await house.get("a", lease=False)
+        engine = await house.get("a", lease=False, by=request)
         if between == "drain" and budget:
             others.append(house.ask("b"))
             await until(lambda: house.entry("a").pending_unload_reason is not None)
@@ -298,20 +267,14 @@ class TestTheSameRequestAsksAgain:
 
     async def test_another_request_waits_for_the_drain(self, make_house: Make) -> None:
         house = make_house(max_age_s=0.0)
-        with within(request_to(USE)):
-            await house.get("a")
-        for_b = house.ask("b")
-        await settle()
-        with within(request_to(USE)):
-            other = house.ask("a")
-        await settle()
-        assert not other.done()
+        await house.get("a", by=request_to(USE))
+        for_b = await house.waits("b")
+        other = await house.waits("a", by=request_to(USE))
         await house.release("a")
         await for_b
         await house.release("b")
         await other
-        await house.release("a")
-        house.assert_idle()
+        await house.ends_idle("a")
 
 
 class TestNobodyWaitsForItself:
@@ -328,7 +291,6 @@ class TestNobodyWaitsForItself:
             with pytest.raises(house.module.InsufficientMemoryError, match="itself uses"):
                 await for_b
             await house.release("a")
-        assert request.refusal is not None
         assert (request.refusal.status, request.refusal.code) == (507, "model_too_large")
         assert house.resident() == {"a"}
         house.assert_idle()
@@ -348,13 +310,10 @@ class TestNobodyWaitsForItself:
         """A is used longest ago and would leave first, but the asking request uses it."""
         house = make_house(max_age_s=0.0)
         request = request_to("/v1/chat/completions")
-        with within(request):
-            await house.get("a")
+        await house.get("a", by=request)
         await house.get("p")
         with within(request):
-            for_d = house.ask("d")
-            await settle()
-            assert not for_d.done()
+            for_d = await house.waits("d")
         assert house.entry("a").pending_unload_reason is None
         await house.release("p")
         await for_d
@@ -370,8 +329,7 @@ class TestNobodyWaitsForItself:
         house = make_house(max_age_s=0.0)
         request = request_to(USE)
         await house.get("p")
-        with within(request):
-            await house.get("a", lease=lease)
+        await house.get("a", lease=lease, by=request)
         for_b = house.ask("b")
         await until(lambda: house.entry("a").pending_unload_reason is not None)
         with within(request):
@@ -381,17 +339,14 @@ class TestNobodyWaitsForItself:
             assert for_d.done()
             with pytest.raises(admission_refused(), match="'a', which this request"):
                 await for_d
-            assert request.refusal is not None
             assert request.refusal.status == 503
             assert request.refusal.retry_after is not None
-            with within(request):
-                await house.release("a")
+            await house.release("a", by=request)
         await for_b
         await house.release("b")
         await house.release("p")
         if not lease:
             await for_d
-            with within(request):
-                await house.release("d")
+            await house.release("d", by=request)
         request.end()
         house.assert_idle()

@@ -96,8 +96,7 @@ async def test_p1_but_not_while_somebody_waits(house: House) -> None:
     await house.let_load("b")
     await asked
     assert house.events.count("load b") == 1
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")
 
 
 @pytest.mark.parametrize("own_thread", [False, True], ids=["oMLX's thread", "ours"])
@@ -125,8 +124,7 @@ async def test_p1_c4_a_load_at_work_is_not_thrown_away(
         await later(0.5)
         house.admission.step()
         await settle()
-    asked = house.ask("b")
-    await settle()
+    asked = await house.waits("b")
     thread.let_go()
     await asked
     await house.release("b")

@@ -23,8 +23,7 @@ async def test_c6_of_a_model_that_drains_it_waits_until_it_serves_again(
 ) -> None:
     house = make_house(max_age_s=0.0)
     await house.get("a")
-    for_b = house.ask("b")
-    await settle()
+    for_b = await house.waits("b")
     assert "a" in house.admission.gated
     loaded = load(house, "a", admin)
     await settle()
@@ -73,8 +72,7 @@ async def test_c24_it_joins_a_load(house: House, admin: bool) -> None:
 async def test_of_a_model_that_serves_it_says_so(house: House, admin: bool) -> None:
     await house.get("a")
     assert await load(house, "a", admin) == "already loaded"
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["loaded by it", "there already"])
@@ -85,8 +83,7 @@ async def test_c5_others_leave_the_model_for_its_first_use(
     if loaded:
         await house.use("b")
     assert await load(house, "b", admin) == ("already loaded" if loaded else "loaded")
-    for_a = house.ask("a")
-    await settle()
+    for_a = await house.waits("a")
     house.admission.step()
     await settle()
     assert not for_a.done()
@@ -94,24 +91,21 @@ async def test_c5_others_leave_the_model_for_its_first_use(
     await house.use("b")
     await for_a
     assert house.resident() == {"a"}
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_c5_but_only_for_a_moment(make_house: Make, admin: bool) -> None:
     """Who loads and never uses costs the others that moment, once, however often it asks."""
     house = make_house(max_age_s=0.0, max_wait_s=40.0)
     await load(house, "b", admin)
-    for_a = house.ask("a")
-    await settle()
+    for_a = await house.waits("a")
     for _ in range(3):
         assert await load(house, "b", admin) == "already loaded"
     assert not for_a.done()
     assert house.admission.policy.by_hand
     await soon(for_a)
     assert house.resident() == {"a"}
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_c5_a_model_with_waiters_of_its_own_needs_no_moment(
@@ -128,5 +122,4 @@ async def test_c5_a_model_with_waiters_of_its_own_needs_no_moment(
     await house.release("b")
     await house.let_load("a")
     await for_a
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")

@@ -115,8 +115,7 @@ async def test_p4_a_load_in_progress_keeps_its_entry_and_its_bytes(
     assert entry.engine is engine
     assert house.resident() == {"a"}
     books_are_right(house)
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_p4_a_load_that_evicts_is_waited_for(house: House, reload: Reload) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from omlx_admission.hooks.pool import model_dirs, unloads
-from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand
-from .conftest import SIZES, House, Make, later, settle, soon, until
+from .conftest import SIZES, House, Make, later, refused, settle, soon, until
 
 
 def by_profile(house: House, mocker: Any) -> None:
@@ -44,8 +43,7 @@ async def test_b13_the_other_variant_waits_for_the_drain_and_both_are_batched(
     for together in (slow, late):
         engines = await asyncio.gather(*together)
         assert len({id(e) for e in engines}) == 1
-        for _ in together:
-            await house.release("d")
+        await house.release("d", len(together))
     # One load for each turn of a variant, whatever the number of its requests.
     assert house.events.count("loaded d") == 3
     house.assert_idle()
@@ -78,8 +76,7 @@ async def test_b13_settings_that_change_while_requests_wait_load_once(
     assert engines[0] is not old
     assert house.entry("d").runtime_settings_signature == (("mtp_enabled", "2"),)
     assert house.events.count("loaded d") == 2
-    for _ in late:
-        await house.release("d")
+    await house.release("d", len(late))
     house.assert_idle()
 
 
@@ -95,14 +92,11 @@ async def test_a_forced_text_load_of_a_vision_model_waits_for_its_requests(
     engine = await house.get("d")
     mocker.patch.object(engine, "__class__", vision)
     house.entry("d").engine_type = "vlm"
-    as_text = house.ask("d", force_lm=True)
-    await settle()
-    assert not as_text.done()
+    as_text = await house.waits("d", force_lm=True)
     engine.stop.assert_not_awaited()
     await house.release("d")
     assert await as_text is not engine
-    await house.release("d")
-    house.assert_idle()
+    await house.ends_idle("d")
 
 
 @pytest.mark.parametrize("when", ["loading", "queued"])
@@ -111,8 +105,7 @@ async def test_b19_a_rescan_changes_nothing_for_who_waits(
 ) -> None:
     await house.get("b")
     house.hold_loads = True
-    for_a = house.ask("a")
-    await settle()
+    for_a = await house.waits("a")
     if when == "loading":
         await house.release("b")
         await until(lambda: "load a" in house.events)
@@ -127,8 +120,7 @@ async def test_b19_a_rescan_changes_nothing_for_who_waits(
     await for_a
     assert house.pool._current_model_memory == 600
     assert house.events.count("load a") == 1
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 @pytest.fixture
@@ -218,8 +210,7 @@ async def test_b19_at_the_end_of_the_budget_what_runs_is_ended(
     assert house.pool._current_model_memory == 0
     assert state_of(house.pool).reloading is None
     # The lease that outlived its engine is given back to nobody.
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_b19_a_load_that_runs_ends_before_everything_is_forgotten(
@@ -245,8 +236,7 @@ async def test_a_deletion_ends_who_waits_for_the_model(house: House) -> None:
     await house.get("a")
     for_d = house.ask("d", runtime_settings=None)
     await for_d
-    waiting = house.ask("b")
-    await settle()
+    waiting = await house.waits("b")
 
     async def delete() -> None:
         await house.pool._unload_engine("d")
@@ -261,16 +251,14 @@ async def test_a_deletion_ends_who_waits_for_the_model(house: House) -> None:
     await deletion.task
     with pytest.raises(house.module.ModelNotFoundError):
         await waiting
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_a_pin_of_the_draining_model_ends_its_drain(make_house: Make) -> None:
     """What is pinned meanwhile never leaves: who waits for its room is told so."""
     house = make_house(max_age_s=0.0)
     engine = await house.get("a")
-    for_b = house.ask("b")
-    await settle()
+    for_b = await house.waits("b")
     assert house.entry("a").pending_unload_reason
     house.pool.set_pinned("a", True)
     late = house.ask("a")
@@ -282,8 +270,7 @@ async def test_a_pin_of_the_draining_model_ends_its_drain(make_house: Make) -> N
     await house.release("a")
     await house.release("a")
     await again
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")
 
 
 async def test_the_sweep_for_expired_models_spares_who_drains_or_waits(
@@ -293,8 +280,7 @@ async def test_the_sweep_for_expired_models_spares_who_drains_or_waits(
     manager = mocker.Mock()
     manager.get_settings.return_value.ttl_seconds = 1
     await house.get("a")
-    for_b = house.ask("b")
-    await settle()
+    for_b = await house.waits("b")
     house.entry("a").last_access = 1.0
     assert await house.pool.check_ttl_expirations(manager) == []
     await house.release("a")
@@ -308,8 +294,7 @@ async def test_the_sweep_for_expired_models_spares_who_drains_or_waits(
     house.entry("a").last_access = 1.0
     assert await house.pool.check_ttl_expirations(manager) == ["a"]
     assert await house.get("a")
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 def dflash(house: House, mocker: Any, models: str, runs: bool = True) -> None:
@@ -335,7 +320,6 @@ async def test_b44_a_pinned_member_of_an_exclusive_kind_is_the_reason(
     with pytest.raises(house.module.InsufficientMemoryError):
         await by_hand.task
     refusal = by_hand.request.refusal
-    assert refusal is not None
     assert (refusal.status, refusal.code) == (507, "model_too_large")
     assert "beside 'd', which is pinned" in refusal.message
     assert "only one can be loaded" in refusal.message
@@ -383,9 +367,7 @@ async def test_f5_a_load_says_nothing_of_what_it_will_be(house: House, mocker: A
     dflash(house, mocker, "dp", runs=False)
     house.entry("d").is_pinned = True
     for_d = await house.held_load("d")
-    for_p = house.ask("p")
-    await settle()
-    assert not for_p.done()
+    for_p = await house.waits("p")
     house.hold_loads = False
     await house.let_load("d")
     await asyncio.gather(for_d, for_p)
@@ -399,15 +381,12 @@ async def test_f5_a_text_load_of_a_member_is_a_member(make_house: Make, mocker: 
     house = make_house(max_age_s=0.0)
     dflash(house, mocker, "dp")
     await house.get("d")
-    for_p = house.ask("p", force_lm=True)
-    await settle()
-    assert not for_p.done()
+    for_p = await house.waits("p", force_lm=True)
     assert "load p" not in house.events
     await house.release("d")
     await for_p
     assert house.resident() == {"p"}
-    await house.release("p")
-    house.assert_idle()
+    await house.ends_idle("p")
 
 
 async def test_f6_the_size_of_what_is_loaded_is_not_counted_twice(
@@ -424,8 +403,7 @@ async def test_f6_the_size_of_what_is_loaded_is_not_counted_twice(
     )
     await house.get("a")  # 900
     assert house.entry("a").runtime_estimated_size == 900
-    for_b = house.ask("b")
-    await settle()
+    for_b = await house.waits("b")
     again = house.ask("a")  # its gate is closed
     await settle()
     (size,) = {
@@ -439,8 +417,7 @@ async def test_f6_the_size_of_what_is_loaded_is_not_counted_twice(
     await for_b
     await house.release("b")
     await again
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_f6_sizes_are_asked_again_while_requests_wait(house: House) -> None:
@@ -456,14 +433,12 @@ async def test_f6_sizes_are_asked_again_while_requests_wait(house: House) -> Non
         await house.release(model)
     await house.pool._unload_engine("b")
     house.entry("b").estimated_size = 600
-    late = house.ask("b")
-    await settle()
+    late = await house.waits("b")
     house.entry("b").estimated_size = 1100
     house.admission.step()
     with pytest.raises(house.module.ModelTooLargeError, match="b"):
         await late
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_b44_an_exclusive_member_that_is_unloaded_by_hand_makes_room(
@@ -480,8 +455,7 @@ async def test_b44_an_exclusive_member_that_is_unloaded_by_hand_makes_room(
     await by_hand.task
     await for_p
     assert house.events.count("unload d") == 1
-    await house.release("p")
-    house.assert_idle()
+    await house.ends_idle("p")
 
 
 @pytest.mark.parametrize("mode", ["guard off", "admin load", "one model"])
@@ -502,9 +476,7 @@ async def test_b57_every_way_in_drains_and_swaps(make_house: Make, mode: str) ->
     else:
         await house.get(first)
     other = "p" if mode == "one model" else "b"
-    for_other = house.ask(other)
-    await settle()
-    assert not for_other.done()
+    for_other = await house.waits(other)
     assert house.resident() == {first}
     await house.release(first)
     await for_other
@@ -524,13 +496,11 @@ async def test_b60_a_load_that_hangs_ends_its_waiters_and_no_resident_notices(
     await until(lambda: "load a" in house.events)
     assert await house.get("d") is resident
     for waiter in stuck:
-        with pytest.raises(admission_refused()):
-            await waiter.task
+        await refused(waiter.task)
         assert waiter.code == "model_swap_timeout"
     assert house.admission.policy.waiting == 0
     assert await house.get("d") is resident
-    for _ in range(2):
-        await house.release("d")
+    await house.release("d", 2)
     await house.let_load("a")
     await until(lambda: house.admission.policy.swap is None)
     house.assert_idle()

@@ -53,8 +53,7 @@ async def test_a_mark_that_outlives_its_lease_is_completed_and_the_next_request_
     assert await late is not engine
     engine.stop.assert_awaited_once()
     assert not house.entry("a").abort_requested
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_a_mark_that_recovery_made_pointless_is_withdrawn(
@@ -74,8 +73,7 @@ async def test_a_mark_that_recovery_made_pointless_is_withdrawn(
     assert await late is engine
     assert not house.entry("a").abort_requested
     engine.stop.assert_not_awaited()
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_a_model_pinned_after_its_mark_stays(
@@ -85,12 +83,10 @@ async def test_a_model_pinned_after_its_mark_stays(
     engine = await house.get("a")
     await under_pressure(house, enforcer)
     house.pool.set_pinned("a", True)
-    late = house.ask("a")
-    await settle()
+    late = await house.waits("a")
     await house.release("a")
     assert await late is engine
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_a_marked_engine_whose_loop_has_died_is_unloaded(
@@ -105,8 +101,7 @@ async def test_a_marked_engine_whose_loop_has_died_is_unloaded(
     engine._engine.engine.scheduler = None
     await house.release("a")
     assert await house.get("a") is not engine
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_an_evicted_model_comes_back_for_its_next_request(
@@ -126,14 +121,11 @@ async def test_an_evicted_model_comes_back_for_its_next_request(
     engine.stop.side_effect = stopped
     poll = asyncio.ensure_future(enforcer._check_and_enforce())
     await until(lambda: "unload a" in house.events)
-    late = house.ask("a")
-    await settle()
-    assert not late.done()
+    late = await house.waits("a")
     await house.let_unload("a")
     await poll
     assert await late is not engine
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 @pytest.mark.parametrize("when", ["draining", "loading"])
@@ -192,19 +184,16 @@ async def test_the_mark_of_an_admin_unload_is_always_completed(house: House) -> 
         pytest.skip("this oMLX has no request_unload")
     engine = await house.get("a")
     assert await house.pool.request_unload("a", reason="manual admin unload") is False
-    late = house.ask("a")
-    await settle()
+    late = await house.waits("a")
     await house.release("a")
     assert await late is not engine
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_nobody_follows_marks_of_our_own(make_house: Make) -> None:
     house = make_house(max_age_s=0.0)
     await house.get("a")
-    for_b = house.ask("b")
-    await settle()
+    for_b = await house.waits("b")
     assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
     assert not pending._followers
     await house.release("a")

@@ -100,8 +100,7 @@ async def test_c25_a_newcomer_of_a_loaded_model_waits_its_turn(
     assert done(later) == [False] * 3
     await house.release("a")
     # The place is handed over in the step that frees it: nobody slips in.
-    newcomer = house.ask("a")
-    await settle()
+    newcomer = await house.waits("a")
     assert done(later) == [True, False, False]
     assert not newcomer.done()
     later[1].cancel()
@@ -156,8 +155,7 @@ async def test_without_the_queue_nothing_is_paced(busy: Callable[..., House]) ->
 async def test_an_engine_without_such_a_scheduler_is_given_all(house: House) -> None:
     await house.use("a")
     assert all(done(await asked(house, "a", 60)))
-    for _ in range(60):
-        await house.release("a")
+    await house.release("a", 60)
     house.assert_idle()
 
 
@@ -168,8 +166,7 @@ async def test_c3_only_what_the_engine_has_is_sat_out(
     house = busy(slots, max_age_s=0.0)
     await house.use("a")
     crowd = await asked(house, "a", 60)
-    for_b = house.ask("b")
-    await settle()
+    for_b = await house.waits("b")
     places = places_for(slots)
     assert sum(done(crowd)) == places
     for _ in range(places):

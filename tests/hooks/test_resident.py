@@ -32,8 +32,7 @@ async def test_b11_a_resident_is_handed_out_while_another_model_loads(make_house
     assert house.entry("d").in_use == 0
     await house.let_load("a")
     await loading
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_a_lease_is_taken_only_when_asked_for(make_house: Make) -> None:
@@ -57,9 +56,7 @@ async def test_b08_a_request_during_an_unlocked_unload_gets_a_new_engine(
         house.hold_unloads = True
         unload = asyncio.ensure_future(house.pool._unload_engine("a"))
         await until(lambda: "unload a" in house.events)
-        request = house.ask("a")
-        await settle()
-        assert not request.done()
+        request = await house.waits("a")
         await house.let_unload("a")
         await unload
         assert await request is not dying
@@ -97,16 +94,13 @@ async def test_f1_a_cancel_waits_for_the_end_of_the_teardown(make_house: Make) -
         unload.cancel()
         await settle()
         assert not unload.done()
-    request = house.ask("a")
-    await settle()
-    assert not request.done()
+    request = await house.waits("a")
     await house.let_unload("a")
     with pytest.raises(asyncio.CancelledError):
         await unload
     assert await request is not dying
     assert house.tracked() == house.pool._current_model_memory == 600
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_f1_a_cancel_after_the_engine_has_gone_leaves_no_bytes(
@@ -178,8 +172,7 @@ async def test_what_stock_would_not_hand_out_at_once_goes_the_stock_way(
     else:
         entry.pending_unload_reason = "somebody else's"
     await house.pool._lock.acquire()
-    request = house.ask("d")
-    await settle()
+    request = await house.waits("d")
     # It waits for the lock, as stock does.
     assert not request.done()
     request.cancel()

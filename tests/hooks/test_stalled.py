@@ -10,10 +10,8 @@ import pytest
 
 from omlx_admission.core import request as requests
 from omlx_admission.hooks.pool import phantom, stalled
-from omlx_admission.hooks.pool.port import admission_refused
 
-from .conftest import House, Make, later, settle, until
-from .test_leases import request_to, within
+from .conftest import House, Make, later, refused, request_to, settle, until, within
 
 CHAT = "/v1/chat/completions"
 
@@ -32,26 +30,22 @@ class TestALeaseBelongsToAnEngine:
         house = make_house(features=features, max_age_s=0.0)
         entry, first, second = house.entry("a"), request_to(CHAT), request_to(CHAT)
         if named:
-            with within(first):
-                await house.get("a", lease)
+            await house.get("a", lease, by=first)
         else:
             await house.get("a")
         assert entry.in_use == 1
         await house.pool._unload_engine("a")
         assert entry.in_use == 0
-        with within(second):
-            engine = await house.get("a")
+        engine = await house.get("a", by=second)
         assert entry.in_use == 1, "the old lease counts on the new engine"
         # The old one ends while the new one is used: that stays in use.
         if named and lease:
-            with within(first):
-                await house.release("a")
+            await house.release("a", by=first)
         elif lease:
             await house.release("a")
         first.end()
         assert entry.in_use == 1, "the old release has given the new lease back"
-        with within(second):
-            await house.release("a")
+        await house.release("a", by=second)
         assert (entry.in_use, entry.engine) == (0, engine)
         await house.use("b")
         house.assert_idle()
@@ -59,19 +53,16 @@ class TestALeaseBelongsToAnEngine:
     async def test_c9_leases_of_a_request_that_asks_again(self, house: House) -> None:
         """Its own first engine is gone when it asks: two leases, one of which counts."""
         entry, request, other = house.entry("a"), request_to(CHAT), request_to(CHAT)
-        with within(request):
-            await house.get("a")
+        await house.get("a", by=request)
         await house.pool._unload_engine("a")
-        with within(other):
-            await house.get("a")
+        await house.get("a", by=other)
         with within(request):
             await house.get("a")
             assert entry.in_use == 2
             await house.release("a")
             await house.release("a")
         assert entry.in_use == 1
-        with within(other):
-            await house.release("a")
+        await house.release("a", by=other)
         house.assert_idle()
 
     async def test_c9_a_grant_that_is_cancelled_after_its_engine_went(
@@ -89,8 +80,7 @@ class TestALeaseBelongsToAnEngine:
         assert house.entry("a").in_use == 1
         await house.release("a")  # the first caller's, which no request knows
         assert house.entry("a").in_use == 1
-        await house.release("a")
-        house.assert_idle()
+        await house.ends_idle("a")
 
     async def test_c9_a_release_between_the_engines_is_the_old_one_s(
         self, house: House
@@ -98,31 +88,26 @@ class TestALeaseBelongsToAnEngine:
         """While the old engine is being closed, and while the next one loads."""
         entry, requests = house.entry("a"), [request_to(CHAT) for _ in range(3)]
         for request in requests:
-            with within(request):
-                await house.get("a")
+            await house.get("a", by=request)
         house.hold_unloads = house.hold_loads = True
         unload = asyncio.ensure_future(house.pool._unload_engine("a"))
         await until(lambda: "unload a" in house.events)
-        with within(requests[0]):
-            await house.release("a")
+        await house.release("a", by=requests[0])
         house.hold_unloads = False
         await house.let_unload("a")
         await unload
         house.events.clear()
         again = house.ask("a")
         await until(lambda: "load a" in house.events)
-        with within(requests[1]):
-            await house.release("a")
+        await house.release("a", by=requests[1])
         assert entry.in_use == 0
         house.hold_loads = False
         await house.let_load("a")
         await again
         assert entry.in_use == 1
-        with within(requests[2]):
-            await house.release("a")
+        await house.release("a", by=requests[2])
         assert entry.in_use == 1
-        await house.release("a")
-        house.assert_idle()
+        await house.ends_idle("a")
 
 
 class TestAnAnswerThatIsNotRead:
@@ -133,8 +118,7 @@ class TestAnAnswerThatIsNotRead:
     ) -> None:
         house = make_house(max_age_s=0.0)
         entry, request = house.entry("a"), request_to(CHAT)
-        with within(request):
-            await house.get("a")
+        await house.get("a", by=request)
         client_reads = asyncio.Event()
 
         async def send(_message: Any) -> None:
@@ -151,16 +135,13 @@ class TestAnAnswerThatIsNotRead:
         # The client reads on, the model is loaded again: the release is of the old one.
         await house.release("b")
         other = request_to(CHAT)
-        with within(other):
-            await house.get("a")
+        await house.get("a", by=other)
         client_reads.set()
         await sending
-        with within(request):
-            await house.release("a")
+        await house.release("a", by=request)
         request.end()
         assert entry.in_use == 1
-        with within(other):
-            await house.release("a")
+        await house.release("a", by=other)
         house.assert_idle()
 
     @pytest.mark.parametrize("busy", ["engine", "scheduler", "another lease", "it reads"])
@@ -170,8 +151,7 @@ class TestAnAnswerThatIsNotRead:
         """K4: what the engine makes for it still, and what it makes for others."""
         house = make_house(max_age_s=0.0)
         entry, request = house.entry("a"), request_to(CHAT)
-        with within(request):
-            engine = await house.get("a")
+        engine = await house.get("a", by=request)
         works = mocker.patch.object(
             house.pool, "_entry_has_scheduler_work", create=True, return_value=False
         )
@@ -188,29 +168,25 @@ class TestAnAnswerThatIsNotRead:
         await later(2.0)
         assert not for_b.done()
         assert entry.in_use == 1 + (busy == "another lease")
-        with within(request):
-            await house.release("a")
+        await house.release("a", by=request)
         engine.has_active_requests.return_value = works.return_value = False
         if busy == "another lease":
             await house.release("a")
         await for_b
-        await house.release("b")
-        house.assert_idle()
+        await house.ends_idle("b")
 
     @pytest.mark.parametrize("kept", [True, False])
     async def test_c9_an_unload_by_hand_does_not_wait_for_it(
         self, house: House, mocker: Any, kept: bool
     ) -> None:
         request, by_hand = request_to(CHAT), request_to("/v1/models/a/unload")
-        with within(request):
-            await house.get("a", lease=not kept)
+        await house.get("a", lease=not kept, by=request)
         mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
         with within(by_hand):
             await house.pool._unload_engine("a")
         assert house.resident() == set()
         if not kept:
-            with within(request):
-                await house.release("a")
+            await house.release("a", by=request)
         request.end()
         house.assert_idle()
 
@@ -220,8 +196,7 @@ class TestAnAnswerThatIsNotRead:
         """A text engine calls an answer active until it is read, and its end clears it."""
         house = make_house(max_age_s=0.0)
         request = request_to(CHAT)
-        with within(request):
-            engine = await house.get("a")
+        engine = await house.get("a", by=request)
         made, core = mocker.Mock(), mocker.Mock(_output_collectors={}, _finished_at={})
         core._output_collectors["r"] = made
         core._finished_at["r"] = time.monotonic()
@@ -242,25 +217,20 @@ class TestAnAnswerThatIsNotRead:
         assert core._output_collectors == {}
         await house.release("b")
         request.end()
-        with within(request):
-            await house.release("a")
+        await house.release("a", by=request)
         house.assert_idle()
 
     async def test_c9_a_refusal_names_it(self, make_house: Make, mocker: Any) -> None:
         house = make_house(max_age_s=0.0)
         request, for_b = request_to(CHAT), request_to(CHAT)
         for_b.max_wait = 0.05
-        with within(request):
-            engine = await house.get("a")
+        engine = await house.get("a", by=request)
         engine.has_active_requests.return_value = True
         mocker.patch.dict(requests.blocked, {request: time.monotonic() - 60.0})
-        with within(for_b), pytest.raises(admission_refused()):
-            await house.get("b")
-        assert for_b.refusal is not None
+        await refused(house.get("b", by=for_b))
         words = "'a' (1 running, 1 of them for a client that does not read) in use"
         assert words in for_b.refusal.message
-        with within(request):
-            await house.release("a")
+        await house.release("a", by=request)
 
 
 COUNT = "/v1/messages/count_tokens"
@@ -281,10 +251,8 @@ class TestACountOfTokens:
         counts = [request_to(COUNT) for _ in range(4)]
         events = list(house.events)
         for count in counts:
-            with within(count), pytest.raises(admission_refused()):
-                await house.get("b")
+            await refused(house.get("b", by=count))
             refusal = count.refusal
-            assert refusal is not None
             assert (refusal.status, refusal.code) == (503, "model_busy")
             assert refusal.retry_after is not None
             assert refusal.retry_after >= 1
@@ -305,27 +273,23 @@ class TestACountOfTokens:
             assert await house.get("a") is engine
             assert house.entry("a").in_use == 2
             await house.release("a")
-        await house.release("a")
-        house.assert_idle()
+        await house.ends_idle("a")
 
     async def test_c10_neither_while_it_loads_nor_while_it_leaves(
         self, make_house: Make
     ) -> None:
         house = make_house(max_age_s=0.0)
         for_a = await house.held_load("a")
-        with within(request_to(COUNT)), pytest.raises(admission_refused()):
-            await house.get("a")
+        await refused(house.get("a", by=request_to(COUNT)))
         house.hold_loads = False
         await house.let_load("a")
         await for_a
         for_b = house.ask("b")
         await until(lambda: house.entry("a").pending_unload_reason is not None)
-        with within(request_to(COUNT)), pytest.raises(admission_refused()):
-            await house.get("a")
+        await refused(house.get("a", by=request_to(COUNT)))
         await house.release("a")
         await for_b
-        await house.release("b")
-        house.assert_idle()
+        await house.ends_idle("b")
 
 
 REALTIME = "/realtime"
@@ -340,12 +304,9 @@ class TestAnOpenSession:
         house = make_house(max_age_s=0.0)
         entry, socket, for_b = house.entry("a"), request_to(REALTIME), request_to(CHAT)
         mocker.patch.object(requests, "sockets", {socket})
-        with within(socket):
-            engine = await house.get("a", lease=False)
+        engine = await house.get("a", lease=False, by=socket)
         for_b.max_wait = 0.3
-        with within(for_b):
-            refused = house.ask("b")
-        await settle()
+        asked = await house.waits("b", by=for_b)
         for _ in range(5):
             # At once: the gate is open, nothing drains.
             other = house.ask("a")
@@ -355,19 +316,14 @@ class TestAnOpenSession:
             await house.release("a")
             assert entry.pending_unload_reason is None
             await later(0.05)
-        with pytest.raises(admission_refused()):
-            await refused
-        assert for_b.refusal is not None
+        await refused(asked)
         words = "'a' (1 running, 1 of them an open realtime session) in use"
         assert words in for_b.refusal.message
-        waits = house.ask("b")
-        await settle()
-        assert not waits.done()
+        waits = await house.waits("b")
         requests.sockets.clear()
         socket.end()
         await waits
-        await house.release("b")
-        house.assert_idle()
+        await house.ends_idle("b")
 
     async def test_c19_another_model_leaves_instead(
         self, make_house: Make, mocker: Any
@@ -376,12 +332,9 @@ class TestAnOpenSession:
         house = make_house(max_age_s=0.0)
         socket = request_to(REALTIME)
         mocker.patch.object(requests, "sockets", {socket})
-        with within(socket):
-            await house.get("a", lease=False)
+        await house.get("a", lease=False, by=socket)
         await house.get("p")
-        for_d = house.ask("d")
-        await settle()
-        assert not for_d.done()
+        for_d = await house.waits("d")
         assert house.entry("a").pending_unload_reason is None
         assert house.entry("p").pending_unload_reason is not None
         await house.release("p")
@@ -407,8 +360,7 @@ class TestAnEngineThatSaysActive:
         mocker.patch.object(phantom, "AFTER_S", 0.02)
         await for_b
         assert house.resident() == {"b"}
-        await house.release("b")
-        house.assert_idle()
+        await house.ends_idle("b")
         assert caplog.text.count("calls itself active") == 1
 
     @pytest.mark.parametrize("work", ["thread", "diffusion", "scheduler", "lease"])
@@ -434,5 +386,4 @@ class TestAnEngineThatSaysActive:
         if work == "lease":
             await house.release("a")
         await for_b
-        await house.release("b")
-        house.assert_idle()
+        await house.ends_idle("b")

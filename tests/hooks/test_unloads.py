@@ -17,7 +17,7 @@ from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand, unload
-from .conftest import House, Make, later, settle, soon, until
+from .conftest import House, Make, later, refused, settle, soon, until
 
 
 def drains(house: House, model: str = "a") -> bool:
@@ -70,8 +70,7 @@ async def test_who_waits_for_a_model_that_is_told_to_leave_does_not_keep_it(
     assert await late is not engine
     if told_by == "hand":
         assert await by_hand.task == "unloaded"
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_an_idle_model_is_unloaded_in_the_same_step(house: House) -> None:
@@ -106,9 +105,7 @@ async def test_the_budget_ends_in_a_refusal_and_the_model_serves_on(house: House
     engine = await house.get("a")
     patient, hasty = unload(house.pool), unload(house.pool, max_wait="0.05")
     late = house.ask("a")
-    with pytest.raises(admission_refused()):
-        await hasty.task
-    assert hasty.request.refusal is not None
+    await refused(hasty.task)
     assert hasty.request.refusal.status == 503
     assert hasty.request.refusal.retry_after is not None
     assert hasty.code == "model_busy"
@@ -116,17 +113,14 @@ async def test_the_budget_ends_in_a_refusal_and_the_model_serves_on(house: House
     assert drains(house)
     assert not late.done()
     patient.leave()
-    with pytest.raises(admission_refused()):
-        await patient.task
+    await refused(patient.task)
     # Now nobody wants it unloaded, and who queued behind the gate is served at once.
     await settle()
     assert late.done()
     assert await late is engine
     engine.stop.assert_not_awaited()
     engine.abort_all_requests.assert_not_awaited()
-    await house.release("a")
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a", "a")
 
 
 async def test_a_client_that_leaves_withdraws_the_unload(house: House) -> None:
@@ -134,13 +128,10 @@ async def test_a_client_that_leaves_withdraws_the_unload(house: House) -> None:
     by_hand = unload(house.pool)
     await settle()
     by_hand.leave()
-    with pytest.raises(admission_refused()):
-        await by_hand.task
+    await refused(by_hand.task)
     assert house.entry("a").pending_unload_reason is None
     assert await house.get("a") is engine
-    await house.release("a")
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a", "a")
 
 
 async def test_who_looks_late_leaves_the_next_engine_alone(house: House, mocker: Any) -> None:
@@ -157,8 +148,7 @@ async def test_who_looks_late_leaves_the_next_engine_alone(house: House, mocker:
     assert await second.task == "unloaded"
     after.stop.assert_not_awaited()
     assert house.entry("a").engine is after
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_neither_the_release_nor_the_unload_waits_for_another_load(house: House) -> None:
@@ -174,8 +164,7 @@ async def test_neither_the_release_nor_the_unload_waits_for_another_load(house: 
     assert not for_d.done()
     await house.let_load("d")
     await for_d
-    await house.release("d")
-    house.assert_idle()
+    await house.ends_idle("d")
 
 
 async def test_a_cancelled_unload_withdraws_its_mark(house: House) -> None:
@@ -185,8 +174,7 @@ async def test_a_cancelled_unload_withdraws_its_mark(house: House) -> None:
     by_hand.task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await by_hand.task
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
     assert house.resident() == {"a"}
 
 
@@ -195,21 +183,18 @@ async def test_a_swap_that_drains_the_model_goes_on_when_the_unload_is_withdrawn
 ) -> None:
     house = make_house(max_age_s=0.0)
     await house.get("a")
-    for_b = house.ask("b")
-    await settle()
+    for_b = await house.waits("b")
     assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
     by_hand = unload(house.pool)
     await settle()
     assert drains(house)
     by_hand.leave()
-    with pytest.raises(admission_refused()):
-        await by_hand.task
+    await refused(by_hand.task)
     assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
     await house.release("a")
     await for_b
     assert house.events.count("unload a") == 1
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")
 
 
 @pytest.mark.parametrize("order", ["swap first", "unload first"])
@@ -219,8 +204,7 @@ async def test_a_swap_and_an_unload_of_the_same_model_share_one_teardown(
     house = make_house(max_age_s=0.0)
     await house.get("a")
     if order == "swap first":
-        for_b = house.ask("b")
-        await settle()
+        for_b = await house.waits("b")
         by_hand = unload(house.pool)
     else:
         by_hand = unload(house.pool)
@@ -231,8 +215,7 @@ async def test_a_swap_and_an_unload_of_the_same_model_share_one_teardown(
     await asyncio.gather(for_b, by_hand.task)
     assert house.events.count("unload a") == 1
     assert house.resident() == {"b"}
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")
 
 
 async def test_the_operator_may_unload_a_pinned_model(house: House) -> None:
@@ -274,8 +257,7 @@ async def test_now_ends_what_runs_with_an_error_before_the_teardown(house: House
     assert await by_hand.task == "unloaded"
     assert order == ["abort", "released", "stop"]
     assert await late is not engine
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_now_ends_the_requests_that_hold_the_model_and_no_others(house: House) -> None:
@@ -361,8 +343,7 @@ async def test_c9_now_does_not_wait_for_a_lease_under_which_nothing_runs(
     assert await soon(unload(house.pool, query="mode=now").task) == "unloaded"
     engine.abort_all_requests.assert_awaited_once()
     assert house.resident() == set()
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_p6_an_abort_without_a_signature_is_called_all_the_same(
@@ -382,8 +363,7 @@ async def test_now_tears_down_what_does_not_end(house: House, mocker: Any) -> No
     assert await soon(unload(house.pool, query="mode=now").task) == "unloaded"
     engine.abort_all_requests.assert_awaited_once()
     assert house.resident() == set()
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 @pytest.mark.parametrize("why", ["in use", "speech", "loading", "pinned", "waited for"])
@@ -405,13 +385,10 @@ async def test_if_idle_refuses_at_once_and_changes_nothing(house: House, why: st
         model = "b"
         asked.append(house.ask("b"))
         await settle()
-    with pytest.raises(admission_refused()):
-        await unload(house.pool, model, query="mode=if-idle").task
+    await refused(unload(house.pool, model, query="mode=if-idle").task)
     by_hand = unload(house.pool, model, query="mode=if-idle")
-    with pytest.raises(admission_refused()):
-        await by_hand.task
+    await refused(by_hand.task)
     refusal = by_hand.request.refusal
-    assert refusal is not None
     assert (refusal.status, refusal.code) == (409, "model_not_idle")
     reason = {"speech": "in use", "waited for": "1 request waits"}.get(why, why)
     assert reason in refusal.message
@@ -438,10 +415,8 @@ async def test_an_unknown_mode_is_refused_and_the_known_ones_are_named(
 ) -> None:
     await house.use("a")
     by_hand = unload(house.pool, query=query)
-    with pytest.raises(admission_refused()):
-        await by_hand.task
+    await refused(by_hand.task)
     refusal = by_hand.request.refusal
-    assert refusal is not None
     assert refusal.status == 400
     assert all(mode in refusal.message for mode in ("drain", "now", "if-idle"))
     assert house.resident() == {"a"}
@@ -464,8 +439,7 @@ async def test_a_deletion_waits_and_then_ends_what_runs(house: House, mocker: An
     await soon(by_hand.task)
     engine.abort_all_requests.assert_awaited_once()
     assert house.resident() == set()
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_a_settings_change_waits_and_is_refused_quietly(house: House) -> None:
@@ -477,12 +451,10 @@ async def test_a_settings_change_waits_and_is_refused_quietly(house: House) -> N
         method="PUT",
         max_wait="0.05",
     )
-    with pytest.raises(admission_refused()):
-        await by_hand.task
+    await refused(by_hand.task)
     assert by_hand.request.refusal is None
     engine.stop.assert_not_awaited()
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_one_request_has_one_budget_for_all_that_it_unloads(house: House) -> None:
@@ -562,8 +534,7 @@ async def test_switched_off_an_unload_cuts_as_stock_does(make_house: Make) -> No
     engine = await house.get("a")
     assert await unload(house.pool).task == "unloaded"
     engine.stop.assert_awaited_once()
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")
 
 
 async def test_our_own_failure_lets_stock_unload(
@@ -637,9 +608,7 @@ async def test_f2_what_came_after_the_unload_of_an_idle_model_is_not_cut(
     await house.let_load("d")
     assert await late is not dying
     await for_d
-    await house.release("a")
-    await house.release("d")
-    house.assert_idle()
+    await house.ends_idle("a", "d")
 
 
 @by_every_door
@@ -659,8 +628,7 @@ async def test_c22_now_acts_at_once_while_another_model_loads(
     assert not for_d.done()
     await house.let_load("d")
     await for_d
-    await house.release("d")
-    house.assert_idle()
+    await house.ends_idle("d")
 
 
 @by_every_door
@@ -693,9 +661,7 @@ async def test_if_idle_looks_again_in_the_step_that_marks(house: House) -> None:
         await house.pool._unload_engine("a")
 
     by_hand = ByHand(route, query="mode=if-idle")
-    with pytest.raises(admission_refused()):
-        await by_hand.task
+    await refused(by_hand.task)
     assert by_hand.code == "model_not_idle"
     engine.stop.assert_not_awaited()
-    await house.release("a")
-    house.assert_idle()
+    await house.ends_idle("a")

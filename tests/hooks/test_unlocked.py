@@ -63,8 +63,7 @@ async def test_f4_a_prefill_finds_nothing_to_evict_at_once(house: House, mocker:
         # It may be told that buffers were reclaimed; there is no model to evict.
         await asyncio.wait_for(evict(house, wanted), 20)
         assert house.resident() == {"d"}
-    await house.release("d")
-    house.assert_idle()
+    await house.ends_idle("d")
 
 
 async def test_f4_a_prefill_evicts_an_idle_model_during_a_load(
@@ -84,8 +83,7 @@ async def test_f4_a_prefill_evicts_an_idle_model_during_a_load(
         assert house.pool._current_model_memory == 600
     await until(lambda: not state_of(house.pool).unloading)
     assert house.pool._current_model_memory == 400
-    await house.release("d")
-    house.assert_idle()
+    await house.ends_idle("d")
 
 
 async def test_f4_a_victim_that_is_handed_out_meanwhile_stays(house: House) -> None:
@@ -99,9 +97,7 @@ async def test_f4_a_victim_that_is_handed_out_meanwhile_stays(house: House) -> N
     await evicting
     assert house.entry("p").engine is taken
     taken.stop.assert_not_awaited()
-    await house.release("p")
-    await house.release("d")
-    house.assert_idle()
+    await house.ends_idle("p", "d")
 
 
 async def test_f4_the_end_of_a_request_that_read_a_pdf(house: House, mocker: Any) -> None:
@@ -116,8 +112,7 @@ async def test_f4_the_end_of_a_request_that_read_a_pdf(house: House, mocker: Any
         assert await asyncio.wait_for(unload("p"), 20) is True
         assert house.resident() == {"d"}
     await until(lambda: not state_of(house.pool).unloading)
-    await house.release("d")
-    house.assert_idle()
+    await house.ends_idle("d")
 
 
 @pytest.mark.parametrize("mark", ["hard memory pressure", "manual unload"])
@@ -185,5 +180,4 @@ async def test_c18_victims_are_chosen_by_a_clock_that_does_not_go_back(
     await house.get("b")
     # D was used before A, whatever the clock on the wall says.
     assert house.resident() == {"a", "b"}
-    await house.release("b")
-    house.assert_idle()
+    await house.ends_idle("b")
