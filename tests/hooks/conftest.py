@@ -209,6 +209,15 @@ async def refused(asked: Awaitable[Any]) -> Any:
     return raised.value.refusal
 
 
+def by_profile(house: House, mocker: Any) -> None:
+    """A model's variant is what the caller's settings say under ``mtp``."""
+    mocker.patch.object(
+        house.pool,
+        "_engine_runtime_signature",
+        lambda _m, s=None, **_k: (("mtp_enabled", str((s or {}).get("mtp"))),),
+    )
+
+
 async def until(condition: Callable[[], bool], turns: int = 3000) -> None:
     """Let the loop run until ``condition`` holds; fails after ``turns`` turns of 1 ms.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import House, Make, later, settle, until
+from .conftest import House, Make, by_profile, later, settle, until
 
 
 async def test_b10_no_newcomer_revives_the_victim(make_house: Make) -> None:
@@ -33,11 +33,7 @@ async def test_b14_steady_traffic_on_one_variant_does_not_freeze_the_other(
     make_house: Make, mocker: Any
 ) -> None:
     house = make_house(max_age_s=0.0)
-    mocker.patch.object(
-        house.pool,
-        "_engine_runtime_signature",
-        lambda _m, s=None, **_k: (("mtp_enabled", str(bool(s))),),
-    )
+    by_profile(house, mocker)
     stop = asyncio.Event()
 
     async def steady() -> None:

@@ -11,7 +11,7 @@ from omlx_admission.core import request as requests
 from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 
-from .conftest import House, Make, never, request_to, settle, soon, until, within
+from .conftest import House, Make, by_profile, never, request_to, settle, soon, until, within
 
 LOAD = "/v1/models/a/load"
 
@@ -251,11 +251,7 @@ class TestTheSameRequestAsksAgain:
     ) -> None:
         """The model is loaded anew; what was kept of the first does not keep it from that."""
         house = make_house(max_age_s=0.0)
-        mocker.patch.object(
-            house.pool,
-            "_engine_runtime_signature",
-            lambda _m, s=None, **_k: (("mtp_enabled", str(bool(s))),),
-        )
+        by_profile(house, mocker)
         request = request_to(USE)
         with within(request):
             first = await house.get("d", lease=False)

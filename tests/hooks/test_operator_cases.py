@@ -13,22 +13,12 @@ from omlx_admission.hooks.pool import model_dirs, unloads
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand
-from .conftest import SIZES, House, Make, later, refused, settle, soon, until
-
-
-def by_profile(house: House, mocker: Any) -> None:
-    """A model's variant is what the caller's settings say under ``mtp``."""
-    mocker.patch.object(
-        house.pool,
-        "_engine_runtime_signature",
-        lambda _m, s=None, **_k: (("mtp_enabled", str((s or {}).get("mtp"))),),
-    )
-
+from .conftest import SIZES, House, Make, by_profile, later, refused, settle, soon, until
 
 FAST, SLOW = {"mtp": 1}, {"mtp": 2}
 
 
-async def test_b13_the_other_variant_waits_for_the_drain_and_both_are_batched(
+async def test_b13_b14_the_other_variant_waits_for_the_drain_and_both_are_batched(
     make_house: Make, mocker: Any
 ) -> None:
     house = make_house(max_age_s=0.0, linger_s=0.0)
@@ -231,7 +221,7 @@ async def test_b19_a_load_that_runs_ends_before_everything_is_forgotten(
     house.assert_idle()
 
 
-async def test_a_deletion_ends_who_waits_for_the_model(house: House) -> None:
+async def test_b19_a_deletion_ends_who_waits_for_the_model(house: House) -> None:
     """Stock unloads it, removes its folder and entry, and scans again."""
     await house.get("a")
     for_d = house.ask("d", runtime_settings=None)

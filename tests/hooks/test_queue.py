@@ -7,7 +7,6 @@ import gc
 import logging
 import shutil
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,18 @@ from omlx_admission.core.request import Request
 from omlx_admission.hooks.pool.port import admission_refused
 
 from .by_hand import ByHand
-from .conftest import House, Make, later, never, refused, request_to, settle, until, within
+from .conftest import (
+    House,
+    Make,
+    by_profile,
+    later,
+    never,
+    refused,
+    request_to,
+    settle,
+    until,
+    within,
+)
 
 
 def names(events: list[str]) -> list[str]:
@@ -53,7 +63,6 @@ async def test_b02_the_busy_model_drains_and_nobody_is_refused(make_house: Make)
     late_a = await house.waits("a")
     # The gate is closed: neither is served while A's stream runs, and A stays whole.
     assert not for_b.done()
-    assert not late_a.done()
     assert house.entry("a").engine is stream
     stream.stop.assert_not_awaited()
     stream.abort_all_requests.assert_not_awaited()
@@ -118,60 +127,54 @@ async def test_b05_b06_cold_requests_in_one_tick_are_served_in_turn(
     house.assert_idle()
 
 
-async def test_b07_waiters_are_granted_in_the_step_that_ends_the_load(house: House) -> None:
+async def test_b07_b23_waiters_are_granted_in_the_step_that_ends_their_one_load(
+    house: House, mocker: Any
+) -> None:
     house.hold_loads = True
     requests = [house.ask("a") for _ in range(5)]
     for_b = await house.waits("b")
     seen: list[int] = []
     find = house.pool._find_lru_victim
 
-    def spy(*args: Any, **keywords: Any) -> Any:
+    def spy() -> Any:
         seen.append(house.entry("a").in_use)
-        return find(*args, **keywords)
+        return find()
 
-    house.pool._find_lru_victim = spy
+    mocker.patch.object(house.pool, "_find_lru_victim", spy)
     await house.let_load("a")
-    await asyncio.gather(*requests)
+    assert set(await asyncio.gather(*requests)) == {house.entry("a").engine}
     assert house.entry("a").in_use == 5
     await house.release("a", 5)
     await house.let_load("b")
     await for_b
-    assert all(count == 0 for count in seen)
+    assert house.events.count("load a") == 1
+    assert set(seen) == {0}
     await house.ends_idle("b")
 
 
-async def test_b23_ten_requests_for_a_cold_model_load_it_once(house: House) -> None:
-    engines = await asyncio.gather(*(house.get("d") for _ in range(10)))
-    assert len({id(e) for e in engines}) == 1
-    assert house.events == ["load d", "loaded d"]
-    assert house.entry("d").in_use == 10
-    await house.release("d", 10)
-    house.assert_idle()
-
-
 async def test_b24_two_waiters_for_one_victim_are_both_served(house: House) -> None:
-    house.pool._entries["c"] = house.pool._entries.pop("x")
-    house.entry("c").model_id = "c"
-    house.entry("c").estimated_size = 600
+    house.entry("x").estimated_size = 600
     await house.use("a")
-
-    async def one(model: str) -> None:
-        await house.get(model)
-        await house.release(model)
-
-    await asyncio.gather(one("b"), one("c"))
+    await asyncio.gather(house.use("b"), house.use("x"))
+    assert len(house.resident()) == 1
     house.assert_idle()
 
 
 class TestNeverFits:
     """K2, B28: 507 at once, and nobody pays for it."""
 
-    async def test_larger_than_the_ceiling(self, house: House) -> None:
-        await house.use("a")
-        errors = house.module.ModelTooLargeError
-        with pytest.raises(errors, match="x"):
+    @pytest.mark.parametrize("locked", [False, True])
+    async def test_larger_than_the_ceiling(self, house: House, locked: bool) -> None:
+        """Nor does it wait for the load that has the pool's lock."""
+        await house.use("d")
+        loading = [await house.held_load("a")] if locked else []
+        with pytest.raises(house.module.ModelTooLargeError, match="x"):
             house.pool.get_engine("x").send(None)
-        assert house.resident() == {"a"}
+        assert house.resident() == {"d"}
+        for load in loading:
+            await house.let_load("a")
+            await load
+            await house.release("a")
         house.assert_idle()
 
     async def test_pinned_models_count_against_it(self, house: House) -> None:
@@ -182,13 +185,6 @@ class TestNeverFits:
         with pytest.raises(house.module.InsufficientMemoryError, match="pinned"):
             await house.get("a")
         assert house.resident() == {"p", "d"}
-
-    async def test_with_the_pool_locked_by_a_load(self, house: House) -> None:
-        loading = await house.held_load("a")
-        with pytest.raises(house.module.ModelTooLargeError):
-            house.pool.get_engine("x").send(None)
-        await house.let_load("a")
-        await loading
 
     async def test_the_guard_being_off_refuses_nothing(self, house: House) -> None:
         """B57: without a ceiling the pool evicts as well as it can, then loads."""
@@ -301,14 +297,6 @@ class TestOutcomes:
             await house.get("d")
         house.assert_idle()
 
-    async def test_b19_a_model_removed_while_queued_is_not_found(self, house: House) -> None:
-        await house.get("a")
-        for_b = await house.waits("b")
-        del house.pool._entries["b"]
-        house.pool.discover_models([], [])
-        with pytest.raises(house.module.ModelNotFoundError):
-            await for_b
-
     async def test_shutdown_ends_every_wait(self, house: House) -> None:
         await house.get("a")
         waiting = [house.ask(m) for m in ("b", "b", "p", "d")]
@@ -324,25 +312,25 @@ class TestOutcomes:
 class TestCancelWindows:
     """K6: a client that leaves leaves nothing, wherever it leaves."""
 
-    async def test_queued(self, make_house: Make) -> None:
-        house = make_house(max_age_s=1000.0)
+    @pytest.mark.parametrize("leaves", ["task", "client"])
+    @pytest.mark.parametrize("age", [1000.0, 0.0], ids=["queued", "draining"])
+    async def test_queued(self, make_house: Make, age: float, leaves: str) -> None:
+        """The server does not cancel a handler whose client has left: we notice that."""
+        house = make_house(max_age_s=age)
         await house.get("a")
-        for_b = await house.waits("b")
-        await cancel(for_b)
-        await house.ends_idle("a")
-        assert house.resident() == {"a"}
-        assert "load b" not in house.events
-
-    async def test_draining(self, make_house: Make) -> None:
-        house = make_house(max_age_s=0.0)
-        await house.get("a")
-        for_b = await house.waits("b")
-        assert house.entry("a").pending_unload_reason
-        await cancel(for_b)
+        for_b = ByHand(lambda: house.get("b"), path="/v1/chat/completions")
+        await settle()
+        assert bool(house.entry("a").pending_unload_reason) is not bool(age)
+        if leaves == "client":
+            for_b.leave()
+            assert "left" in (await refused(for_b.task)).message
+        else:
+            await cancel(for_b.task)
         assert house.entry("a").pending_unload_reason is None
         await house.use("a")
         await house.ends_idle("a")
         assert house.resident() == {"a"}
+        assert "load b" not in house.events
 
     async def test_decided(self, house: House) -> None:
         """The load was decided, its task has not run yet: nothing is evicted for nobody."""
@@ -414,81 +402,23 @@ class TestCancelWindows:
         await second
         await house.ends_idle("a")
 
-    async def test_the_client_leaves_while_the_handler_goes_on(self, make_house: Make) -> None:
-        """The server does not cancel a handler whose client has left: we notice ourselves."""
-        house = make_house(max_age_s=0.0)
-        await house.get("a")
-        for_b = ByHand(lambda: house.get("b"), path="/v1/chat/completions")
-        await settle()
-        for_b.leave()
-        assert "left" in (await refused(for_b.task)).message
-        await house.ends_idle("a")
-        assert "load b" not in house.events
 
-
-class TestVariants:
-    """B13, B14: another load-time setting waits for the drain instead of 409."""
-
-    @pytest.fixture
-    def signed(self, mocker: Any) -> Callable[[House], None]:
-        def sign(house: House) -> None:
-            mocker.patch.object(
-                house.pool,
-                "_engine_runtime_signature",
-                lambda _m, s=None, **_k: (("mtp_enabled", str(bool(s))),),
-            )
-
-        return sign
-
-    async def test_a_busy_variant_drains_and_reloads(
-        self, make_house: Make, signed: Callable[[House], None]
-    ) -> None:
-        house = make_house(max_age_s=0.0)
-        signed(house)
-        await house.get("d")
-        slow = await house.waits("d", runtime_settings={"mtp": 1})
-        fast = await house.waits("d")
-        assert not slow.done()
-        assert not fast.done()
-        await house.release("d")
-        await slow
-        await house.release("d")
-        await fast
-        await house.release("d")
-        assert house.events.count("loaded d") == 3
-        house.assert_idle()
-
-    async def test_b13_an_option_that_fell_back_at_load_does_not_reload(
-        self, house: House, signed: Callable[[House], None]
-    ) -> None:
-        """Before 0.5.4 the engine's own signature is kept, not the one that was wanted."""
-        signed(house)
-        settings = {"mtp": 1}
-        first = await house.get("d", runtime_settings=settings)
-        house.entry("d").runtime_settings_signature = (("mtp_enabled", "False"),)
-        again = await asyncio.gather(
-            *(house.get("d", runtime_settings=settings) for _ in range(3))
-        )
-        assert {id(e) for e in again} == {id(first)}
-        assert house.events == ["load d", "loaded d"]
-
-    async def test_identical_variants_share_one_load(
-        self, house: House, signed: Callable[[House], None]
-    ) -> None:
-        signed(house)
-        settings = {"mtp": 1}
-        engines = await asyncio.gather(
-            *(house.get("d", runtime_settings=settings) for _ in range(4))
-        )
-        assert len({id(e) for e in engines}) == 1
-        assert house.events == ["load d", "loaded d"]
+async def test_b13_an_option_that_fell_back_at_load_does_not_reload(
+    house: House, mocker: Any
+) -> None:
+    """Before 0.5.4 the engine's own signature is kept, not the one that was wanted."""
+    by_profile(house, mocker)
+    first = await house.get("d", runtime_settings={"mtp": 1})
+    house.entry("d").runtime_settings_signature = (("mtp_enabled", "None"),)
+    again = [await house.get("d", runtime_settings={"mtp": 1}) for _ in range(3)]
+    assert set(again) == {first}
+    assert house.events == ["load d", "loaded d"]
 
 
 async def test_the_enforcer_is_offered_stocks_own_victim(house: House) -> None:
     await house.get("a")
     await house.get("d", lease=False)
-    house.ask("b")
-    await settle()
+    await house.waits("b")
     # A is planned to leave, but it is busy and the enforcer has no plan.
     assert house.pool._find_lru_victim() == "d"
 
@@ -496,19 +426,16 @@ async def test_the_enforcer_is_offered_stocks_own_victim(house: House) -> None:
 async def test_max_models_holds_at_every_instant(make_house: Make) -> None:
     house = make_house(max_models=1)
     house.ceiling = 10_000
-    most = 0
+    most = []
 
     async def one(model: str) -> None:
-        nonlocal most
         await house.get(model)
-        held = {
-            m for m, e in house.pool._entries.items() if e.engine is not None or e.is_loading
-        }
-        most = max(most, len(held))
+        entries = house.pool._entries.values()
+        most.append(sum(e.engine is not None or e.is_loading for e in entries))
         await house.release(model)
 
-    await asyncio.gather(*(one(m) for m in ("a", "b", "d", "p", "x") * 3))
-    assert most == 1
+    await asyncio.gather(*(one(m) for m in "abdpx" * 3))
+    assert set(most) == {1}
     assert len(house.resident()) == 1
     house.assert_idle()
 
@@ -519,26 +446,21 @@ async def test_c15_helpers_of_chat_models_take_no_place(make_house: Make, mocker
     house.ceiling = 10_000
     mocker.patch.object(house.module, "EmbeddingEngine", house.engine)
     house.entry("d").engine_type = "embedding"
-    for model in "dadada":
-        await house.get(model)
-        await house.release(model)
+    await house.use(*"dadada")
     assert house.resident() == {"a", "d"}
     assert house.events.count("load a") == house.events.count("load d") == 1
-    await house.get("b")  # it takes A's place, and D is none
-    await house.release("b")
+    await house.use("b")  # it takes A's place, and D is none
     assert house.resident() == {"b", "d"}
     house.entry("d").is_pinned = True
     await house.use("a")
     assert house.resident() == {"a", "d"}
     house.entry("d").is_pinned = False
-    await house.pool._unload_engine("d")
     loads = house.events.count("load a")
-    await house.get("d")  # the place that A has is none of its
-    await house.release("d")
-    house.entry("a").is_pinned = True
-    await house.pool._unload_engine("d")
-    await house.get("d")  # neither is one that A has for good
-    await house.release("d")
+    for pinned in (False, True):
+        # The place that A has is none of its, and neither is one that A has for good.
+        house.entry("a").is_pinned = pinned
+        await house.pool._unload_engine("d")
+        await house.use("d")
     assert house.resident() == {"a", "d"}
     assert house.events.count("load a") == loads
     house.assert_idle()
@@ -607,14 +529,13 @@ async def test_a_fault_of_the_queue_makes_nobody_wait_for_ever(
     holder, _, name = place.rpartition(".")
     broken = house.admission.policy if holder else house.admission
     mocker.patch.object(broken, name, side_effect=ZeroDivisionError)
-    too_large = where == "as it never fits"
-    stock = (
-        house.module.ModelTooLargeError if too_large else house.module.InsufficientMemoryError
-    )
+    model, stock = "b", house.module.InsufficientMemoryError
+    if where == "as it never fits":
+        model, stock = "x", house.module.ModelTooLargeError
     if name == "used":
         await house.use("a")
     with pytest.raises(stock):
-        await asyncio.wait_for(house.ask("x" if too_large else "b"), 10)
+        await asyncio.wait_for(house.ask(model), 10)
     assert house.admission.broken
     assert caplog.text.count("the queue failed") == 1
     assert house.entry("a").in_use == 1
@@ -676,18 +597,14 @@ async def test_a_folder_that_is_gone_is_said_and_changes_no_list_that_is_being_r
 
 
 async def test_a_planned_victim_that_works_without_a_lease_is_spared(house: House) -> None:
-    house.ceiling = 1000
-    working = await house.get("a")
-    await house.release("a")
-    await house.use("d")
+    await house.use("a", "d")
+    working = house.entry("a").engine
     working.has_active_requests.return_value = True
     token = pool_port.planned_victims.set(("a",))
-    try:
-        assert house.pool._find_lru_victim() == "d"
-        working.has_active_requests.return_value = False
-        assert house.pool._find_lru_victim() == "a"
-    finally:
-        pool_port.planned_victims.reset(token)
+    assert house.pool._find_lru_victim() == "d"
+    working.has_active_requests.return_value = False
+    assert house.pool._find_lru_victim() == "a"
+    pool_port.planned_victims.reset(token)
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:
