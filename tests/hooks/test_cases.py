@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import House, Make, by_profile, later, settle, until
+from .conftest import House, Make, by_profile, later, settle
 
 
 async def test_b10_no_newcomer_revives_the_victim(make_house: Make) -> None:
@@ -137,26 +137,3 @@ async def test_b50_a_failed_load_frees_its_place_for_the_next(house: House) -> N
     await house.release("a")
     assert house.pool._current_model_memory == 600
     house.assert_idle()
-
-
-async def test_b52_two_unloads_share_one_teardown_and_a_request_waits_for_it(
-    house: House,
-) -> None:
-    dying = await house.get("a")
-    house.hold_unloads = True
-    first = asyncio.ensure_future(house.pool._unload_engine("a"))
-    await until(lambda: "unload a" in house.events)
-    second = asyncio.ensure_future(house.pool._unload_engine("a"))
-    late = house.ask("a")
-    for_b = await house.waits("b")
-    assert not late.done()
-    await house.release("a")
-    await house.let_unload("a")
-    await asyncio.gather(first, second)
-    house.hold_unloads = False
-    engine = await late
-    assert engine is not dying
-    assert dying.stop.await_count == 1
-    await house.release("a")
-    await for_b
-    await house.ends_idle("b")

@@ -13,25 +13,52 @@ from omlx_admission.core import faults
 from omlx_admission.core import quiesce as leave
 from omlx_admission.core import request as requests
 from omlx_admission.hooks.pool import unloads
-from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand, unload
 from .conftest import House, Make, later, refused, settle, soon, until
+from .test_queue import names
 
 
 def drains(house: House, model: str = "a") -> bool:
     return str(house.entry(model).pending_unload_reason).startswith("admission unload")
 
 
+def by_admin(house: House, query: str = "") -> ByHand:
+    """What the admin's unload route does with the pool since 0.6.2."""
+    if not hasattr(house.pool, "request_unload"):
+        pytest.skip("this oMLX has no request_unload")
+
+    async def route() -> Any:
+        house.pool.get_entry("a")
+        return await house.pool.request_unload("a", reason="manual admin unload")
+
+    return ByHand(route, path="/admin/api/models/a/unload", query=query)
+
+
+Door = Callable[..., ByHand]
+DOORS: dict[str, Door] = {
+    "public": lambda house, **request: unload(house.pool, **request),
+    "admin": by_admin,
+}
+by_every_door = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+
+
+async def draining(house: House, door: Door = DOORS["public"], **request: Any) -> ByHand:
+    """An unload that waits for what runs."""
+    by_hand = door(house, **request)
+    await settle()
+    assert drains(house)
+    assert not by_hand.task.done()
+    return by_hand
+
+
 async def test_b52_an_unload_waits_for_what_runs_and_newcomers_get_the_next_engine(
     house: House,
 ) -> None:
     dying = await house.get("a")
-    first, second = unload(house.pool), unload(house.pool)
-    await settle()
-    late = house.ask("a")
-    for_b = house.ask("b")
+    first, second = unload(house.pool), await draining(house)
+    late, for_b = house.ask("a"), house.ask("b")
     await later(1.0)
     assert drains(house)
     assert not any(t.done() for t in (first.task, second.task, late, for_b))
@@ -42,11 +69,11 @@ async def test_b52_an_unload_waits_for_what_runs_and_newcomers_get_the_next_engi
     assert await late is not dying
     await house.release("a")
     await for_b
-    await house.release("b")
-    assert dying.stop.await_count == 1
-    ends = [e for e in house.events if e.split()[0] in ("loaded", "unloaded")]
-    assert ends == ["loaded a", "unloaded a", "loaded a", "unloaded a", "loaded b"]
-    house.assert_idle()
+    dying.stop.assert_awaited_once()
+    await house.ends_idle("b")
+    assert names(house.events) == [
+        *("loaded a", "unloaded a", "loaded a", "unloaded a", "loaded b")
+    ]
     assert state_of(house.pool).leaving == {}
 
 
@@ -58,8 +85,7 @@ async def test_who_waits_for_a_model_that_is_told_to_leave_does_not_keep_it(
     house = make_house(max_age_s=0.0)
     engine = await house.get("a")
     if told_by == "hand":
-        by_hand = unload(house.pool)
-        await settle()
+        await draining(house)
     else:
         house.pool._mark_pending_unload_locked("a", "some reason")
     reason = house.entry("a").pending_unload_reason
@@ -68,18 +94,7 @@ async def test_who_waits_for_a_model_that_is_told_to_leave_does_not_keep_it(
     assert house.entry("a").pending_unload_reason == reason
     await house.release("a")
     assert await late is not engine
-    if told_by == "hand":
-        assert await by_hand.task == "unloaded"
     await house.ends_idle("a")
-
-
-async def test_an_idle_model_is_unloaded_in_the_same_step(house: House) -> None:
-    await house.use("a")
-    by_hand = unload(house.pool)
-    await asyncio.sleep(0)
-    assert "a" in state_of(house.pool).unloading
-    assert await by_hand.task == "unloaded"
-    house.assert_idle()
 
 
 async def test_b08_who_comes_between_the_drain_and_the_teardown_waits_for_the_next_engine(
@@ -105,10 +120,9 @@ async def test_the_budget_ends_in_a_refusal_and_the_model_serves_on(house: House
     engine = await house.get("a")
     patient, hasty = unload(house.pool), unload(house.pool, max_wait="0.05")
     late = house.ask("a")
-    await refused(hasty.task)
-    assert hasty.request.refusal.status == 503
+    refusal = await refused(hasty.task)
+    assert (refusal.status, refusal.code) == (503, "model_busy")
     assert hasty.request.refusal.retry_after is not None
-    assert hasty.code == "model_busy"
     # One of two gave up: the other one's wish stands.
     assert drains(house)
     assert not late.done()
@@ -118,19 +132,9 @@ async def test_the_budget_ends_in_a_refusal_and_the_model_serves_on(house: House
     await settle()
     assert late.done()
     assert await late is engine
+    assert house.entry("a").pending_unload_reason is None
     engine.stop.assert_not_awaited()
     engine.abort_all_requests.assert_not_awaited()
-    await house.ends_idle("a", "a")
-
-
-async def test_a_client_that_leaves_withdraws_the_unload(house: House) -> None:
-    engine = await house.get("a")
-    by_hand = unload(house.pool)
-    await settle()
-    by_hand.leave()
-    await refused(by_hand.task)
-    assert house.entry("a").pending_unload_reason is None
-    assert await house.get("a") is engine
     await house.ends_idle("a", "a")
 
 
@@ -151,17 +155,19 @@ async def test_who_looks_late_leaves_the_next_engine_alone(house: House, mocker:
     await house.ends_idle("a")
 
 
-async def test_neither_the_release_nor_the_unload_waits_for_another_load(house: House) -> None:
-    await house.get("a")
+@by_every_door
+async def test_neither_the_release_nor_the_unload_waits_for_another_load(
+    house: House, door: Door
+) -> None:
+    engine = await house.get("a")
     for_d = await house.held_load("d")
-    by_hand = unload(house.pool)
-    await settle()
-    assert drains(house)
+    by_hand = await draining(house, door)
     release = asyncio.ensure_future(house.release("a"))
     await settle()
     assert release.done()
-    assert await by_hand.task == "unloaded"
+    assert await by_hand.task in ("unloaded", True)
     assert not for_d.done()
+    engine.abort_all_requests.assert_not_awaited()
     await house.let_load("d")
     await for_d
     await house.ends_idle("d")
@@ -169,8 +175,7 @@ async def test_neither_the_release_nor_the_unload_waits_for_another_load(house: 
 
 async def test_a_cancelled_unload_withdraws_its_mark(house: House) -> None:
     await house.get("a")
-    by_hand = unload(house.pool)
-    await settle()
+    by_hand = await draining(house)
     by_hand.task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await by_hand.task
@@ -184,47 +189,39 @@ async def test_a_swap_that_drains_the_model_goes_on_when_the_unload_is_withdrawn
     house = make_house(max_age_s=0.0)
     await house.get("a")
     for_b = await house.waits("b")
-    assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
-    by_hand = unload(house.pool)
-    await settle()
-    assert drains(house)
+    swap = house.entry("a").pending_unload_reason
+    assert swap == "admission drain for 'b'"
+    by_hand = await draining(house)
     by_hand.leave()
     await refused(by_hand.task)
-    assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
+    assert house.entry("a").pending_unload_reason == swap
     await house.release("a")
     await for_b
     assert house.events.count("unload a") == 1
     await house.ends_idle("b")
 
 
-@pytest.mark.parametrize("order", ["swap first", "unload first"])
+@pytest.mark.parametrize("swap_first", [True, False])
 async def test_a_swap_and_an_unload_of_the_same_model_share_one_teardown(
-    make_house: Make, order: str
+    make_house: Make, swap_first: bool
 ) -> None:
     house = make_house(max_age_s=0.0)
     await house.get("a")
-    if order == "swap first":
-        for_b = await house.waits("b")
-        by_hand = unload(house.pool)
-    else:
-        by_hand = unload(house.pool)
-        await settle()
-        for_b = house.ask("b")
-    await settle()
+    asked = [await house.waits("b")] if swap_first else []
+    by_hand = await draining(house)
+    asked = asked or [await house.waits("b")]
     await house.release("a")
-    await asyncio.gather(for_b, by_hand.task)
+    await asyncio.gather(*asked, by_hand.task)
     assert house.events.count("unload a") == 1
     assert house.resident() == {"b"}
     await house.ends_idle("b")
 
 
 async def test_the_operator_may_unload_a_pinned_model(house: House) -> None:
-    house.entry("p").is_pinned = True
-    await house.get("p")
-    by_hand = unload(house.pool, "p")
-    await settle()
-    assert drains(house, "p")
-    await house.release("p")
+    house.entry("a").is_pinned = True
+    await house.get("a")
+    by_hand = await draining(house)
+    await house.release("a")
     assert await by_hand.task == "unloaded"
     assert house.resident() == set()
     house.assert_idle()
@@ -232,30 +229,23 @@ async def test_the_operator_may_unload_a_pinned_model(house: House) -> None:
 
 async def test_now_ends_what_runs_with_an_error_before_the_teardown(house: House) -> None:
     engine = await house.get("a")
-    order: list[str] = []
-    tasks: list[asyncio.Future[None]] = []
-    stop = engine.stop.side_effect
+    ending: list[asyncio.Future[None]] = []
 
     async def abort(**said: str) -> int:
-        order.append("abort")
-        tasks.append(asyncio.ensure_future(ended()))
+        house.events.append("abort")
+        ending.append(asyncio.ensure_future(ended()))
         return 1
 
     async def ended() -> None:
         await settle()
-        order.append("released")
+        house.events.append("released")
         await house.release("a")
 
-    async def stopped() -> None:
-        order.append("stop")
-        await stop()
-
     engine.abort_all_requests.side_effect = abort
-    engine.stop.side_effect = stopped
     by_hand = unload(house.pool, query="mode=now")
     late = house.ask("a")
     assert await by_hand.task == "unloaded"
-    assert order == ["abort", "released", "stop"]
+    assert house.events[2:5] == ["abort", "released", "unload a"]
     assert await late is not engine
     await house.ends_idle("a")
 
@@ -334,12 +324,14 @@ class Client:
         self.task = asyncio.get_running_loop().create_task(work)
 
 
-async def test_c9_now_does_not_wait_for_a_lease_under_which_nothing_runs(
-    house: House, mocker: Any
+@pytest.mark.parametrize(("runs", "grace_s"), [(False, 1000.0), (True, 0.05)])
+async def test_c9_now_waits_for_no_lease_under_which_nothing_runs_and_else_for_a_moment(
+    house: House, mocker: Any, runs: bool, grace_s: float
 ) -> None:
-    """Its client has stopped reading."""
-    mocker.patch.object(unloads, "ABORT_GRACE_S", 1000.0)
+    """A client that has stopped reading, and an engine that does not end what runs."""
+    mocker.patch.object(unloads, "ABORT_GRACE_S", grace_s)
     engine = await house.get("a")
+    engine.has_active_requests.return_value = runs
     assert await soon(unload(house.pool, query="mode=now").task) == "unloaded"
     engine.abort_all_requests.assert_awaited_once()
     assert house.resident() == set()
@@ -356,57 +348,34 @@ async def test_p6_an_abort_without_a_signature_is_called_all_the_same(
     await house.release("a")
 
 
-async def test_now_tears_down_what_does_not_end(house: House, mocker: Any) -> None:
-    mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
-    engine = await house.get("a")
-    engine.has_active_requests.return_value = True
-    assert await soon(unload(house.pool, query="mode=now").task) == "unloaded"
-    engine.abort_all_requests.assert_awaited_once()
-    assert house.resident() == set()
-    await house.ends_idle("a")
-
-
 @pytest.mark.parametrize("why", ["in use", "speech", "loading", "pinned", "waited for"])
 async def test_if_idle_refuses_at_once_and_changes_nothing(house: House, why: str) -> None:
-    house.hold_loads = why in ("loading", "waited for")
-    asked = [house.ask("a")]
-    if not house.hold_loads:
-        engine = await asked.pop()
+    model, reason = "a", {"speech": "in use", "waited for": "1 request waits"}.get(why, why)
+    asked = []
+    if why in ("loading", "waited for"):
+        asked.append(await house.held_load("a"))
     else:
-        await until(lambda: "load a" in house.events)
-    if why == "speech":
-        engine.has_active_requests.return_value = True
-    if why != "in use" and not house.hold_loads:
-        await house.release("a")
-    if why == "pinned":
+        await house.use("a")
+    if why == "in use":
+        await house.get("a")
+    elif why == "speech":
+        house.entry("a").engine.has_active_requests.return_value = True
+    elif why == "pinned":
         house.entry("a").is_pinned = True
-    model = "a"
-    if why == "waited for":
+    elif why == "waited for":
         model = "b"
-        asked.append(house.ask("b"))
-        await settle()
-    await refused(unload(house.pool, model, query="mode=if-idle").task)
+        asked.append(await house.waits("b"))
     by_hand = unload(house.pool, model, query="mode=if-idle")
-    await refused(by_hand.task)
-    refusal = by_hand.request.refusal
+    refusal = await refused(by_hand.task)
     assert (refusal.status, refusal.code) == (409, "model_not_idle")
-    reason = {"speech": "in use", "waited for": "1 request waits"}.get(why, why)
-    assert reason in refusal.message
+    assert reason in by_hand.request.refusal.message
     assert "unload a" not in house.events
     house.hold_loads = False
-    for name in [m for m in ("a",) if asked]:
-        await house.let_load(name)
-    for task in asked:
+    for task, name in zip(asked, "ab", strict=False):
+        if name == "a":
+            await house.let_load("a")
         await task
-        await house.release("a" if task is asked[0] else "b")
-    if why == "in use":
-        await house.release("a")
-
-
-async def test_if_idle_unloads_what_is_idle(house: House) -> None:
-    await house.use("a")
-    assert await unload(house.pool, query="mode=if-idle").task == "unloaded"
-    assert house.resident() == set()
+        await house.release(name)
 
 
 @pytest.mark.parametrize("query", ["mode=later", "mode=", "mode=drain&mode=x"])
@@ -414,9 +383,7 @@ async def test_an_unknown_mode_is_refused_and_the_known_ones_are_named(
     house: House, query: str
 ) -> None:
     await house.use("a")
-    by_hand = unload(house.pool, query=query)
-    await refused(by_hand.task)
-    refusal = by_hand.request.refusal
+    refusal = await refused(unload(house.pool, query=query).task)
     assert refusal.status == 400
     assert all(mode in refusal.message for mode in ("drain", "now", "if-idle"))
     assert house.resident() == {"a"}
@@ -458,25 +425,21 @@ async def test_a_settings_change_waits_and_is_refused_quietly(house: House) -> N
 
 
 async def test_one_request_has_one_budget_for_all_that_it_unloads(house: House) -> None:
-    refused: list[str] = []
-    for model in ("a", "d"):
+    ended: list[str] = []
+    for model in "ad":
         await house.get(model)
 
     async def change() -> None:
-        for model in ("a", "d"):
-            try:
-                await house.pool._unload_engine(model)
-            except admission_refused():
-                refused.append(model)
+        for model in "ad":
+            await refused(house.pool._unload_engine(model))
+            ended.append(model)
 
     by_hand = ByHand(change, path="/admin/api/global-settings", max_wait="0.1")
-    await until(lambda: "a" in refused)
+    await until(lambda: "a" in ended)
     await settle()
-    assert refused == ["a", "d"]
+    assert ended == ["a", "d"]
     await by_hand.task
-    for model in ("a", "d"):
-        await house.release(model)
-    house.assert_idle()
+    await house.ends_idle("a", "d")
 
 
 async def test_a_benchmark_that_outlives_its_request_waits_too(house: House) -> None:
@@ -537,67 +500,30 @@ async def test_switched_off_an_unload_cuts_as_stock_does(make_house: Make) -> No
     await house.ends_idle("a")
 
 
+@pytest.mark.parametrize("place", ["plan_unload", "_wait_until_idle"])
 async def test_our_own_failure_lets_stock_unload(
-    house: House, mocker: Any, caplog: pytest.LogCaptureFixture
+    house: House, mocker: Any, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
     faults._noted.clear()
     await house.get("a")
-    mocker.patch.object(unloads, "plan_unload", side_effect=ZeroDivisionError)
-    assert await unload(house.pool).task == "unloaded"
-    assert house.resident() == set()
-    assert "the unload by hand failed" in caplog.text
-
-
-async def test_our_own_failure_while_it_waits_lets_stock_unload(
-    house: House, mocker: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    faults._noted.clear()
-    await house.get("a")
-    mocker.patch.object(unloads, "_wait_until_idle", side_effect=ZeroDivisionError)
+    mocker.patch.object(unloads, place, side_effect=ZeroDivisionError)
     assert await unload(house.pool).task == "unloaded"
     await house.release("a")
     assert house.resident() == set()
     house.assert_idle()
     assert "the unload by hand failed" in caplog.text
-
-
-def by_admin(house: House, query: str = "") -> ByHand:
-    """What the admin's unload route does with the pool since 0.6.2."""
-    if not hasattr(house.pool, "request_unload"):
-        pytest.skip("this oMLX has no request_unload")
-
-    async def route() -> Any:
-        house.pool.get_entry("a")
-        return await house.pool.request_unload("a", reason="manual admin unload")
-
-    return ByHand(route, path="/admin/api/models/a/unload", query=query)
-
-
-DOORS = {"public": lambda house, query="": unload(house.pool, query=query), "admin": by_admin}
-by_every_door = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-
-
-async def test_the_admin_route_of_newer_releases_drains_first(house: House) -> None:
-    engine = await house.get("a")
-    by_hand = by_admin(house)
-    await settle()
-    assert drains(house)
-    engine.abort_all_requests.assert_not_awaited()
-    await house.release("a")
-    assert await by_hand.task is True
-    house.assert_idle()
 
 
 @by_every_door
 @pytest.mark.parametrize("query", ["", "mode=now", "mode=if-idle"])
 async def test_f2_what_came_after_the_unload_of_an_idle_model_is_not_cut(
-    house: House, door: Callable[..., ByHand], query: str
+    house: House, door: Door, query: str
 ) -> None:
     """Another model loads meanwhile, and has the pool's lock."""
     dying = await house.get("a")
     await house.release("a")
     for_d = await house.held_load("d")
-    by_hand = door(house, query)
+    by_hand = door(house, query=query)
     await asyncio.sleep(0)  # it has come as far as to its first wait
     late = house.ask("a")
     assert await by_hand.task in ("unloaded", True)
@@ -612,9 +538,7 @@ async def test_f2_what_came_after_the_unload_of_an_idle_model_is_not_cut(
 
 
 @by_every_door
-async def test_c22_now_acts_at_once_while_another_model_loads(
-    house: House, door: Callable[..., ByHand]
-) -> None:
+async def test_c22_now_acts_at_once_while_another_model_loads(house: House, door: Door) -> None:
     engine = await house.get("a")
 
     async def abort(**said: str) -> int:
@@ -623,7 +547,7 @@ async def test_c22_now_acts_at_once_while_another_model_loads(
 
     engine.abort_all_requests.side_effect = abort
     for_d = await house.held_load("d")
-    assert await door(house, "mode=now").task in ("unloaded", True)
+    assert await door(house, query="mode=now").task in ("unloaded", True)
     engine.abort_all_requests.assert_awaited_once()
     assert not for_d.done()
     await house.let_load("d")
@@ -633,17 +557,15 @@ async def test_c22_now_acts_at_once_while_another_model_loads(
 
 @by_every_door
 async def test_c23_work_that_ends_without_a_lease_is_waited_for(
-    house: House, door: Callable[..., ByHand]
+    house: House, door: Door
 ) -> None:
     """The last answer is out, its engine has yet to put it away: nobody is cut."""
     if not hasattr(house.pool, "_entry_has_scheduler_work"):
         pytest.skip("this oMLX does not look at its schedulers")
-    engine = await house.get("a")
+    await house.use("a")
+    engine = house.entry("a").engine
     engine.scheduler = MagicMock(running={"r1": None})
-    await house.release("a")
-    by_hand = door(house)
-    await settle()
-    assert drains(house)
+    by_hand = await draining(house, door)
     engine.scheduler = None
     assert await by_hand.task in ("unloaded", True)
     engine.abort_all_requests.assert_not_awaited()
