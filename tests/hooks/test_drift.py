@@ -364,6 +364,11 @@ OFF: dict[str, tuple[set[str], str, Edit]] = {
         "omlx.utils.proc_memory is missing",
         ("utils/proc_memory.py", "", None),
     ),
+    "a release that does not say which": (
+        EVERYTHING,
+        "could not be read",
+        ("_version.py", "", None),
+    ),
     "a release that is not supported": (
         EVERYTHING,
         "oMLX 0.8.0 is outside the supported range",

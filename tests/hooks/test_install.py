@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import importlib.machinery
 import logging
-import shutil
 import types
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,9 @@ from omlx_admission.hooks.patching import gate
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.hooks.patching.switches import Switches, switches
+from omlx_admission.hooks.pool import resident
 from omlx_admission.settings import Settings
+from tests.hooks.drift import drifted
 
 POOL_METHODS = (
     "get_engine",
@@ -54,6 +54,15 @@ def pool_class() -> Iterator[type]:
 def installer(**values: Any) -> install.Installer:
     one = install.Installer(install.decide(settings=Settings(**values)))
     _installers.append(one)
+    return one
+
+
+def applied(**values: Any) -> install.Installer:
+    """The pool's module has been imported."""
+    import omlx.engine_pool
+
+    one = installer(**values)
+    one.on_import(omlx.engine_pool)
     return one
 
 
@@ -91,35 +100,19 @@ def test_the_decision_leaves_garbage_collection_as_it_was(
     assert not any(during)
 
 
-def test_a_resident_model_binds_nothing_that_lies_below_its_wrapper(
-    pool_class: type,
-) -> None:
+def test_a_resident_model_binds_nothing_that_lies_below_its_wrapper(pool_class: type) -> None:
     """Every wrapper that is bound to the pool costs a request as much as its checks do."""
-    import omlx.engine_pool
-
-    installer().on_import(omlx.engine_pool)
+    applied()
     below = vars(pool_class)["get_engine"].__wrapped__
     assert type(below) is types.FunctionType
     assert hasattr(below.__wrapped__, "_self_wrapper"), "the queue lies below"
 
 
-def test_undo_puts_the_raw_originals_back(pool_class: type) -> None:
-    import omlx.engine_pool
-
-    raw = {name: vars(pool_class).get(name) for name in POOL_METHODS}
-    one = installer()
-    one.on_import(omlx.engine_pool)
-    assert wrapped(pool_class) >= {"get_engine", "_unload_engine", "_find_lru_victim"}
-    one.undo()
-    assert {name: vars(pool_class).get(name) for name in POOL_METHODS} == raw
-
-
-def test_undo_puts_every_switch_back(pool_class: type) -> None:
-    import omlx.engine_pool
-
+def test_undo_puts_the_raw_originals_and_every_switch_back(pool_class: type) -> None:
+    """Of the pool's class the fixture looks at everything."""
     off = {name: getattr(Switches(), name) for name in Switches.__slots__}
-    one = installer()
-    one.on_import(omlx.engine_pool)
+    one = applied()
+    assert wrapped(pool_class) >= {"get_engine", "_unload_engine", "_find_lru_victim"}
     on = {name for name in off if getattr(switches, name) != off[name]}
     assert on >= {"pacing", "keeping", "marks"}
     one.undo()
@@ -129,12 +122,10 @@ def test_undo_puts_every_switch_back(pool_class: type) -> None:
 def test_a_second_import_event_wraps_nothing_twice(pool_class: type) -> None:
     import omlx.engine_pool
 
-    one = installer()
-    one.on_import(omlx.engine_pool)
+    one = applied()
     first = vars(pool_class)["get_engine"]
     one.on_import(omlx.engine_pool)
     assert vars(pool_class)["get_engine"] is first
-    one.undo()
 
 
 @pytest.mark.parametrize(
@@ -153,34 +144,23 @@ def test_a_second_import_event_wraps_nothing_twice(pool_class: type) -> None:
 def test_each_feature_can_be_off(
     pool_class: type, off: dict[str, bool], free: set[str]
 ) -> None:
-    import omlx.engine_pool
-
-    one = installer(**off)
-    one.on_import(omlx.engine_pool)
+    report = applied(**off).report
     assert not wrapped(pool_class) & free
-    for verdict in one.report.verdicts:
-        if verdict.feature.field in off or not one.report.settings.enabled:
+    for verdict in report.verdicts:
+        variable, on = verdict.feature.variable, report.settings.enabled
+        if verdict.feature.field in off or not on:
             assert verdict.state is State.OFF
-            off_by = (
-                verdict.feature.variable if one.report.settings.enabled else "OMLX_ADMISSION"
-            )
-            assert verdict.reasons[0].startswith(off_by)
-    one.undo()
+            assert verdict.reasons[0].startswith(variable if on else "OMLX_ADMISSION")
 
 
 def test_a_failing_part_takes_everything_back(
     pool_class: type, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import omlx.engine_pool
-
-    from omlx_admission.hooks.pool import resident
-
-    one = installer()
     failing = mocker.Mock(side_effect=ZeroDivisionError)
     mocker.patch.object(install, "PARTS", parts_with(resident.apply_outer, failing))
-    one.on_import(omlx.engine_pool)
+    report = applied().report
     assert wrapped(pool_class) == set()
-    assert one.report.verdict("resident").state is State.FAILED
+    assert report.verdict("resident").state is State.FAILED
     assert "applying 'resident' failed" in caplog.text
 
 
@@ -191,8 +171,6 @@ def test_a_failing_optional_part_takes_back_what_it_has_done_itself(
     import omlx.engine_pool
     import omlx.models.embedding
     import omlx.scheduler
-
-    from omlx_admission.hooks.gpu import jobs as gpu_jobs
 
     kept = dict(vars(omlx.models.embedding.MLXEmbeddingModel))
     undone: list[str] = []
@@ -242,10 +220,6 @@ def test_a_class_that_has_moved_away_leaves_every_feature_on(
 def test_the_reason_of_a_failure_is_no_word_about_circular_imports(
     pool_class: type, mocker: Any
 ) -> None:
-    import omlx.engine_pool
-
-    from omlx_admission.hooks.pool import resident
-
     def outer(_module: Any, _ledger: Ledger, _wanted: Wanted) -> None:
         spec = importlib.machinery.ModuleSpec("omlx.half", None)
         half = types.ModuleType("omlx.half")
@@ -254,11 +228,10 @@ def test_the_reason_of_a_failure_is_no_word_about_circular_imports(
         half.Gone  # noqa: B018
 
     mocker.patch.object(install, "PARTS", parts_with(resident.apply_outer, outer))
-    one = installer()
-    one.on_import(omlx.engine_pool)
+    report = applied().report
     reason = "applying 'resident' raised AttributeError: omlx.half has no Gone"
-    assert one.report.verdict("resident").reasons == [reason]
-    assert one.report.verdict("queue").reasons == [reason]
+    assert report.verdict("resident").reasons == [reason]
+    assert report.verdict("queue").reasons == [reason]
 
 
 @pytest.mark.parametrize(
@@ -288,11 +261,8 @@ def test_what_stands_on_a_feature_is_off_with_it(
 def test_undo_leaves_what_another_tool_wrapped_since(
     pool_class: type, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import omlx.engine_pool
-
     raw = vars(pool_class)["_find_lru_victim"]
-    one = installer()
-    one.on_import(omlx.engine_pool)
+    one = applied()
     theirs = lambda self: None  # noqa: E731
     pool_class._find_lru_victim = theirs  # type: ignore[attr-defined]
     try:
@@ -303,102 +273,35 @@ def test_undo_leaves_what_another_tool_wrapped_since(
         pool_class._find_lru_victim = raw  # type: ignore[attr-defined]
 
 
-class TestGate:
-    """An oMLX that is not what was read runs stock, and says why."""
+def test_an_omlx_with_a_resident_path_of_its_own_runs_it(omlx_found: gate.Found) -> None:
+    native = "class EnginePool:\n    _unloading_models = None\n"
+    native += "    def _acquire_loaded_engine(self):\n        return None\n"
+    with drifted(omlx_found.root, ("engine_pool.py", "class EnginePool:", native)) as source:
+        verdict = install.decide(source, Settings()).verdict("resident")
+    assert verdict.state is State.NATIVE
 
-    @pytest.fixture
-    def checkout(self, tmp_path: Path, omlx_found: gate.Found) -> Path:
-        shutil.copytree(
-            omlx_found.root, tmp_path / "omlx", ignore=shutil.ignore_patterns("eval")
-        )
-        return tmp_path
 
-    def edit(self, checkout: Path, module: str, old: str, new: str) -> None:
-        path = checkout / "omlx" / f"{module}.py"
-        text = path.read_text("utf-8")
-        assert old in text, f"{old!r} is not in {path}"
-        path.write_text(text.replace(old, new), "utf-8")
-
-    def reasons(self, checkout: Path, feature: str) -> str:
-        verdict = install.decide(checkout, Settings()).verdict(feature)
-        assert verdict.state is State.REFUSED
-        return "; ".join(verdict.reasons)
-
-    def test_as_it_is_everything_fits(self, checkout: Path) -> None:
-        report = install.decide(checkout, Settings())
-        states = {v.feature.name: v.state for v in report.verdicts}
-        for name in ("resident", "queue", "errors", "leases", "requests"):
-            assert states[name] is State.READY, report.verdict(name).reasons
-
-    def test_a_changed_parameter(self, checkout: Path) -> None:
-        self.edit(checkout, "engine_pool", "force_lm: bool = False", "as_text: bool = False")
-        assert "get_engine takes (model_id, as_text" in self.reasons(checkout, "resident")
-        assert "get_engine" in self.reasons(checkout, "queue")
-
-    def test_an_added_parameter(self, checkout: Path) -> None:
-        self.edit(
-            checkout,
-            "engine_pool",
-            "_lease: bool = False,",
-            "_lease: bool = False, shard: int = 0,",
-        )
-        assert "get_engine" in self.reasons(checkout, "queue")
-
-    def test_a_method_made_sync(self, checkout: Path) -> None:
-        self.edit(checkout, "engine_pool", "async def _unload_engine", "def _unload_engine")
-        assert "is a function, expected a coroutine" in self.reasons(checkout, "resident")
-
-    def test_a_renamed_method_turns_off_only_what_needs_it(self, checkout: Path) -> None:
-        self.edit(checkout, "engine_pool", "def _find_lru_victim", "def _find_victim")
-        assert "_find_lru_victim is missing" in self.reasons(checkout, "queue")
-        assert install.decide(checkout, Settings()).verdict("resident").state is State.READY
-
-    def test_a_native_resident_path(self, checkout: Path) -> None:
-        self.edit(
-            checkout,
-            "engine_pool",
-            "class EnginePool:",
-            "class EnginePool:\n    _unloading_models = None\n"
-            "    def _acquire_loaded_engine(self):\n        return None\n",
-        )
-        verdict = install.decide(checkout, Settings()).verdict("resident")
-        assert verdict.state is State.NATIVE
-
-    @pytest.mark.parametrize(
-        ("version", "reason"),
-        [
-            ("0.4.9", "outside the supported range"),
-            ("0.8.0rc1", "outside the supported range"),
-            ("next", "not a version number"),
-        ],
-    )
-    def test_a_release_outside_the_range(
-        self, checkout: Path, version: str, reason: str
-    ) -> None:
-        (checkout / "omlx" / "_version.py").write_text(f'__version__ = "{version}"\n')
-        for feature in ("resident", "queue", "errors"):
-            assert reason in self.reasons(checkout, feature)
-
-    def test_a_release_that_cannot_be_read(self, checkout: Path) -> None:
-        (checkout / "omlx" / "_version.py").unlink()
-        assert "could not be read" in self.reasons(checkout, "queue")
-
-    def test_a_source_that_cannot_be_parsed(self, checkout: Path) -> None:
-        (checkout / "omlx" / "engine_pool.py").write_text("def (")
-        assert "cannot be parsed" in self.reasons(checkout, "queue")
-
-    @pytest.mark.parametrize("version", ["0.5.0", "0.6.3rc2", "0.7.0.dev3", "0.7.1"])
-    def test_prereleases_are_releases(self, version: str) -> None:
-        assert gate.version_problem(version) is None
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [
+        ("0.5.0", None),
+        ("0.6.3rc2", None),
+        ("0.7.0.dev3", None),
+        ("0.7.1", None),
+        ("0.4.9", "outside the supported range"),
+        ("0.8.0rc1", "outside the supported range"),
+        ("next", "not a version number"),
+    ],
+)
+def test_prereleases_are_releases_of_the_range(version: str, problem: str | None) -> None:
+    found = gate.version_problem(version)
+    assert problem in found if problem else found is None
 
 
 def test_strict_refuses_to_start(mocker: Any, pool_class: type) -> None:
-    import omlx.engine_pool
-
     mocker.patch.object(gate, "version_problem", return_value="too new")
-    one = installer(strict=True)
     with pytest.raises(SystemExit, match="too new"):
-        one.on_import(omlx.engine_pool)
+        applied(strict=True)
 
 
 def test_a_refused_feature_is_said_in_one_line(

@@ -29,12 +29,7 @@ HOLDERS: dict[str, tuple[str, ...]] = {
     "entry": ("EngineEntry",),
     "e": ("EngineEntry",),
     "_entries[]": ("EngineEntry",),
-    "engine": (
-        "BaseEngine",
-        "BaseNonStreamingEngine",
-        "BatchedEngine",
-        "VLMBatchedEngine",
-    ),
+    "engine": ("BaseEngine", "BaseNonStreamingEngine", "BatchedEngine", "VLMBatchedEngine"),
     "handle": ("AsyncEngineCore",),
     "core": ("EngineCore",),
     "EngineCore": ("EngineCore",),

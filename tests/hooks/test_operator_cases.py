@@ -387,9 +387,7 @@ async def test_f6_the_size_of_what_is_loaded_is_not_counted_twice(
     if not hasattr(house.pool, "_entry_runtime_resident_size"):
         pytest.skip("this oMLX knows no size of settings")
     mocker.patch.object(
-        house.pool,
-        "_entry_runtime_resident_size",
-        lambda *_a, base_size, **_k: base_size + 300,
+        house.pool, "_entry_runtime_resident_size", lambda *_a, base_size, **_k: base_size + 300
     )
     await house.get("a")  # 900
     assert house.entry("a").runtime_estimated_size == 900

@@ -37,12 +37,7 @@ class Rounds:
         unloads: how many of them found the model idle or let it come to rest.
     """
 
-    def __init__(
-        self,
-        pool: Any,
-        use: Callable[[Any], Awaitable[None]],
-        seed: int,
-    ) -> None:
+    def __init__(self, pool: Any, use: Callable[[Any], Awaitable[None]], seed: int) -> None:
         self.pool, self.model, self.other, self.small = pool, "a", "b", "d"
         self.problems: list[str] = []
         self.evictions: Counter[str] = Counter()
