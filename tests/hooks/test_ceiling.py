@@ -24,6 +24,12 @@ def balanced(make_house: Make, **values: object) -> House:
     return house
 
 
+@pytest.fixture
+def house(make_house: Make) -> House:
+    """Its ceiling moves."""
+    return balanced(make_house)
+
+
 async def look(house: House) -> None:
     """The queue looks at the pool, as it does at every event and by its polls."""
     await settle()
@@ -31,9 +37,8 @@ async def look(house: House) -> None:
     await settle()
 
 
-async def test_f3_a_dip_while_others_run_ends_no_wait(make_house: Make) -> None:
+async def test_f3_a_dip_while_others_run_ends_no_wait(house: House) -> None:
     """C1a: one look at a low ceiling decided over a wait of minutes."""
-    house = balanced(make_house)
     await house.get("a")
     waiting = [house.ask("b") for _ in range(3)]
     await settle()
@@ -48,10 +53,9 @@ async def test_f3_a_dip_while_others_run_ends_no_wait(make_house: Make) -> None:
 
 
 async def test_c1_a_dip_at_the_first_look_is_waited_out_and_nobody_leaves_for_it(
-    make_house: Make,
+    house: House,
 ) -> None:
     """C1b: nothing else happens that could wake the queue; it looks again by itself."""
-    house = balanced(make_house)
     await house.use("a")
     house.ceiling = DIP
     for_b = house.ask("b")
@@ -67,8 +71,7 @@ async def test_c1_a_dip_at_the_first_look_is_waited_out_and_nobody_leaves_for_it
     await house.ends_idle("b")
 
 
-async def test_c1_with_nothing_loaded_stock_is_not_asked_in_vain(make_house: Make) -> None:
-    house = balanced(make_house)
+async def test_c1_with_nothing_loaded_stock_is_not_asked_in_vain(house: House) -> None:
     house.ceiling = DIP
     for_b = house.ask("b")
     await look(house)
@@ -108,9 +111,8 @@ async def test_c1_one_that_may_not_wait_is_503_too(make_house: Make) -> None:
 
 
 @pytest.mark.parametrize("moment", [1000, DIP])
-async def test_k2_what_is_fixed_forbids_at_once(make_house: Make, moment: int) -> None:
+async def test_k2_what_is_fixed_forbids_at_once(house: House, moment: int) -> None:
     """Whatever the moving part is, the text speaks of what cannot change."""
-    house = balanced(make_house)
     house.entry("p").is_pinned = True
     house.entry("a").estimated_size = 800
     await house.get("p")
@@ -123,9 +125,8 @@ async def test_k2_what_is_fixed_forbids_at_once(make_house: Make, moment: int) -
     await house.ends_idle("p")
 
 
-async def test_c1_the_ceiling_falls_while_the_load_waits_for_the_pool(make_house: Make) -> None:
+async def test_c1_the_ceiling_falls_while_the_load_waits_for_the_pool(house: House) -> None:
     """Between our decision and stock's own look: nobody leaves for what will not fit."""
-    house = balanced(make_house)
     await house.use("a")
     async with house.pool._lock:
         for_b = await house.waits("b")
@@ -156,10 +157,7 @@ async def test_c1_a_dip_during_a_drain_neither_ends_it_nor_evicts(make_house: Ma
     await house.ends_idle("b")
 
 
-async def test_c1_a_load_that_the_enforcer_ends_in_a_dip_is_tried_again(
-    make_house: Make,
-) -> None:
-    house = balanced(make_house)
+async def test_c1_a_load_that_the_enforcer_ends_in_a_dip_is_tried_again(house: House) -> None:
     for_b = await house.held_load("b")
     house.ceiling = DIP
     house.entry("b").abort_loading = True  # what the enforcer does under pressure
@@ -172,11 +170,8 @@ async def test_c1_a_load_that_the_enforcer_ends_in_a_dip_is_tried_again(
     await house.ends_idle("b")
 
 
-async def test_c1_what_is_only_kept_for_a_request_leaves_for_it_in_a_dip(
-    make_house: Make,
-) -> None:
+async def test_c1_what_is_only_kept_for_a_request_leaves_for_it_in_a_dip(house: House) -> None:
     """Both fit under the fixed part, but not now: it must not stand in its own way."""
-    house = balanced(make_house)
     request = request_to("/v1/models/b/load")
     with within(request):
         await house.get("d", lease=False)

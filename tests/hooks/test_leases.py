@@ -19,6 +19,12 @@ LOAD = "/v1/models/a/load"
 USE = "/admin/api/bench/start"
 
 
+@pytest.fixture
+def house(make_house: Make) -> House:
+    """Its residents drain for the first request that waits."""
+    return make_house(max_age_s=0.0)
+
+
 @pytest.mark.parametrize("cold", [True, False])
 @pytest.mark.parametrize("features", [None, {"queue"}])
 async def test_b12_an_unleased_model_is_no_victim_before_its_request_ends(
@@ -72,10 +78,9 @@ async def test_b12_without_the_queue_its_holder_gets_a_model_again_that_is_to_go
 
 @pytest.mark.parametrize("ended", [True, False])
 async def test_a_job_keeps_what_it_was_handed_until_its_own_end(
-    make_house: Make, ended: bool
+    house: House, ended: bool
 ) -> None:
     """A benchmark: the request that began it ends before or after its first model."""
-    house = make_house(max_age_s=0.0)
     request = request_to("/admin/api/bench/start")
     handed, finish = asyncio.Event(), asyncio.Event()
 
@@ -138,9 +143,8 @@ async def test_a_job_is_not_bound_by_what_its_request_allowed(make_house: Make) 
     house.assert_idle()
 
 
-async def test_a_job_that_unloads_its_model_lets_go_of_it(make_house: Make) -> None:
+async def test_a_job_that_unloads_its_model_lets_go_of_it(house: House) -> None:
     """Benchmarks unload what they loaded, then take the next; both in one task."""
-    house = make_house(max_age_s=0.0)
     told: list[int] = []
 
     async def job() -> None:
@@ -246,11 +250,8 @@ class TestTheSameRequestAsksAgain:
         await until(lambda: not state_of(house.pool).unloading)
         house.assert_idle()
 
-    async def test_another_variant_is_another_question(
-        self, make_house: Make, mocker: Any
-    ) -> None:
+    async def test_another_variant_is_another_question(self, house: House, mocker: Any) -> None:
         """The model is loaded anew; what was kept of the first does not keep it from that."""
-        house = make_house(max_age_s=0.0)
         by_profile(house, mocker)
         request = request_to(USE)
         with within(request):
@@ -261,8 +262,7 @@ class TestTheSameRequestAsksAgain:
         request.end()
         house.assert_idle()
 
-    async def test_another_request_waits_for_the_drain(self, make_house: Make) -> None:
-        house = make_house(max_age_s=0.0)
+    async def test_another_request_waits_for_the_drain(self, house: House) -> None:
         await house.get("a", by=request_to(USE))
         for_b = await house.waits("b")
         other = await house.waits("a", by=request_to(USE))
@@ -276,8 +276,7 @@ class TestTheSameRequestAsksAgain:
 class TestNobodyWaitsForItself:
     """A request that holds one model and asks for another that needs its room."""
 
-    async def test_what_it_uses_leaves_no_room_ever(self, make_house: Make) -> None:
-        house = make_house(max_age_s=0.0)
+    async def test_what_it_uses_leaves_no_room_ever(self, house: House) -> None:
         request = request_to("/v1/chat/completions")
         with within(request):
             await house.get("a")
@@ -291,8 +290,7 @@ class TestNobodyWaitsForItself:
         assert house.resident() == {"a"}
         house.assert_idle()
 
-    async def test_what_is_only_kept_for_it_is_handed_back(self, make_house: Make) -> None:
-        house = make_house(max_age_s=0.0)
+    async def test_what_is_only_kept_for_it_is_handed_back(self, house: House) -> None:
         request = request_to(USE)
         with within(request):
             await house.get("a", lease=False)
@@ -302,9 +300,8 @@ class TestNobodyWaitsForItself:
         request.end()
         house.assert_idle()
 
-    async def test_another_victim_is_drained_instead_of_its_own(self, make_house: Make) -> None:
+    async def test_another_victim_is_drained_instead_of_its_own(self, house: House) -> None:
         """A is used longest ago and would leave first, but the asking request uses it."""
-        house = make_house(max_age_s=0.0)
         request = request_to("/v1/chat/completions")
         await house.get("a", by=request)
         await house.get("p")
@@ -320,9 +317,8 @@ class TestNobodyWaitsForItself:
         house.assert_idle()
 
     @pytest.mark.parametrize("lease", [True, False])
-    async def test_what_it_uses_drains_for_another(self, make_house: Make, lease: bool) -> None:
+    async def test_what_it_uses_drains_for_another(self, house: House, lease: bool) -> None:
         """B waits for A, which a request uses that now asks for D: it would wait for B."""
-        house = make_house(max_age_s=0.0)
         request = request_to(USE)
         await house.get("p")
         await house.get("a", lease=lease, by=request)

@@ -13,11 +13,16 @@ import pytest
 from omlx_admission.hooks.pool import resident
 from omlx_admission.hooks.pool.state import state_of
 
-from .conftest import Make, settle, until
+from .conftest import House, Make, settle, until
 
 
-async def test_b11_a_resident_is_handed_out_while_another_model_loads(make_house: Make) -> None:
-    house = make_house(features={"resident"})
+@pytest.fixture
+def house(make_house: Make) -> House:
+    """With the resident path alone."""
+    return make_house(features={"resident"})
+
+
+async def test_b11_a_resident_is_handed_out_while_another_model_loads(house: House) -> None:
     first = await house.get("d")
     loading = await house.held_load("a")
     assert house.pool._lock.locked()
@@ -35,8 +40,7 @@ async def test_b11_a_resident_is_handed_out_while_another_model_loads(make_house
     await house.ends_idle("a")
 
 
-async def test_a_lease_is_taken_only_when_asked_for(make_house: Make) -> None:
-    house = make_house(features={"resident"})
+async def test_a_lease_is_taken_only_when_asked_for(house: House) -> None:
     await house.get("d", lease=False)
     await house.get("d", lease=False)
     assert house.entry("d").in_use == 0
@@ -46,10 +50,7 @@ async def test_a_lease_is_taken_only_when_asked_for(make_house: Make) -> None:
     assert house.entry("d").last_access >= before > 0
 
 
-async def test_b08_a_request_during_an_unlocked_unload_gets_a_new_engine(
-    make_house: Make,
-) -> None:
-    house = make_house(features={"resident"})
+async def test_b08_a_request_during_an_unlocked_unload_gets_a_new_engine(house: House) -> None:
     for _round in range(5):
         dying = await house.get("a")
         await house.release("a")
@@ -69,8 +70,7 @@ async def test_b08_a_request_during_an_unlocked_unload_gets_a_new_engine(
     assert house.pool._current_model_memory == 0
 
 
-async def test_a_second_unload_joins_the_first(make_house: Make) -> None:
-    house = make_house(features={"resident"})
+async def test_a_second_unload_joins_the_first(house: House) -> None:
     engine = await house.get("a", lease=False)
     house.hold_unloads = True
     first = asyncio.ensure_future(house.pool._unload_engine("a"))
@@ -83,9 +83,8 @@ async def test_a_second_unload_joins_the_first(make_house: Make) -> None:
     assert house.pool._current_model_memory == 0
 
 
-async def test_f1_a_cancel_waits_for_the_end_of_the_teardown(make_house: Make) -> None:
+async def test_f1_a_cancel_waits_for_the_end_of_the_teardown(house: House) -> None:
     """Cancelled half-way it would leave a stopped engine to be handed out."""
-    house = make_house(features={"resident"})
     dying = await house.get("a", lease=False)
     house.hold_unloads = True
     unload = asyncio.ensure_future(house.pool._unload_engine("a"))
@@ -104,10 +103,9 @@ async def test_f1_a_cancel_waits_for_the_end_of_the_teardown(make_house: Make) -
 
 
 async def test_f1_a_cancel_after_the_engine_has_gone_leaves_no_bytes(
-    make_house: Make, mocker: Any
+    house: House, mocker: Any
 ) -> None:
     """Stock takes the bytes off its books last, after it has waited on a shared thread."""
-    house = make_house(features={"resident"})
     await house.get("a", lease=False)
     busy = threading.Event()
     thread = concurrent.futures.ThreadPoolExecutor(1)
@@ -126,8 +124,7 @@ async def test_f1_a_cancel_after_the_engine_has_gone_leaves_no_bytes(
     house.assert_idle()
 
 
-async def test_f1_who_joins_a_teardown_may_be_cancelled(make_house: Make) -> None:
-    house = make_house(features={"resident"})
+async def test_f1_who_joins_a_teardown_may_be_cancelled(house: House) -> None:
     await house.get("a", lease=False)
     house.hold_unloads = True
     first = asyncio.ensure_future(house.pool._unload_engine("a"))
@@ -143,9 +140,8 @@ async def test_f1_who_joins_a_teardown_may_be_cancelled(make_house: Make) -> Non
     assert house.pool._current_model_memory == 0
 
 
-async def test_a_release_obeys_a_mark_that_is_not_ours(make_house: Make) -> None:
+async def test_a_release_obeys_a_mark_that_is_not_ours(house: House) -> None:
     """Stock unloads a model that the enforcer marked when its last lease drops."""
-    house = make_house(features={"resident"})
     await house.get("a")
     house.pool._mark_pending_unload_locked("a", "hard memory pressure")
     await house.release("a")
@@ -157,9 +153,8 @@ async def test_a_release_obeys_a_mark_that_is_not_ours(make_house: Make) -> None
 
 @pytest.mark.parametrize("reason", ["another variant", "loading", "pending unload"])
 async def test_what_stock_would_not_hand_out_at_once_goes_the_stock_way(
-    make_house: Make, mocker: Any, reason: str
+    house: House, mocker: Any, reason: str
 ) -> None:
-    house = make_house(features={"resident"})
     await house.get("d", lease=False)
     entry = house.entry("d")
     if reason == "another variant":
@@ -180,12 +175,11 @@ async def test_what_stock_would_not_hand_out_at_once_goes_the_stock_way(
 
 
 async def test_a_fault_of_ours_lets_stock_answer(
-    make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
+    house: House, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     from omlx_admission.core import faults
     from omlx_admission.hooks.pool import resident
 
-    house = make_house(features={"resident"})
     engine = await house.get("d", lease=False)
     faults._noted.clear()
     mocker.patch.object(resident, "checked_engine", side_effect=ZeroDivisionError)
@@ -196,11 +190,10 @@ async def test_a_fault_of_ours_lets_stock_answer(
 
 @pytest.mark.parametrize("in_place", [True, False])
 async def test_settings_that_have_changed_are_looked_at_again(
-    make_house: Make, tmp_path: Path, in_place: bool
+    house: House, tmp_path: Path, in_place: bool
 ) -> None:
     from omlx.model_settings import ModelSettings, ModelSettingsManager
 
-    house = make_house(features={"resident"})
     manager = ModelSettingsManager(tmp_path)
     house.pool._settings_manager = manager
     manager.set_settings("d", ModelSettings(model_alias="one"))

@@ -16,6 +16,12 @@ from .conftest import House, Make, later, refused, request_to, settle, until, wi
 CHAT = "/v1/chat/completions"
 
 
+@pytest.fixture
+def house(make_house: Make) -> House:
+    """Its residents drain for the first request that waits."""
+    return make_house(max_age_s=0.0)
+
+
 class TestALeaseBelongsToAnEngine:
     """The engine is torn down under a lease: cut by hand, or by stock's own unload."""
 
@@ -66,9 +72,8 @@ class TestALeaseBelongsToAnEngine:
         house.assert_idle()
 
     async def test_c9_a_grant_that_is_cancelled_after_its_engine_went(
-        self, make_house: Make
+        self, house: House
     ) -> None:
-        house = make_house(max_age_s=0.0)
         for_a = await house.held_load("a")
         port = house.admission.port
         house.hold_loads = False
@@ -114,9 +119,8 @@ class TestAnAnswerThatIsNotRead:
     """The client's buffers are full, and its request stands in ``send`` with a lease."""
 
     async def test_c9_it_keeps_its_model_no_longer_than_the_moment(
-        self, make_house: Make, mocker: Any
+        self, house: House, mocker: Any
     ) -> None:
-        house = make_house(max_age_s=0.0)
         entry, request = house.entry("a"), request_to(CHAT)
         await house.get("a", by=request)
         client_reads = asyncio.Event()
@@ -146,10 +150,9 @@ class TestAnAnswerThatIsNotRead:
 
     @pytest.mark.parametrize("busy", ["engine", "scheduler", "another lease", "it reads"])
     async def test_c9_what_runs_is_not_touched(
-        self, make_house: Make, mocker: Any, busy: str
+        self, house: House, mocker: Any, busy: str
     ) -> None:
         """K4: what the engine makes for it still, and what it makes for others."""
-        house = make_house(max_age_s=0.0)
         entry, request = house.entry("a"), request_to(CHAT)
         engine = await house.get("a", by=request)
         works = mocker.patch.object(
@@ -191,10 +194,9 @@ class TestAnAnswerThatIsNotRead:
         house.assert_idle()
 
     async def test_c9_what_was_made_for_it_is_not_cleared_with_the_engine(
-        self, make_house: Make, mocker: Any
+        self, house: House, mocker: Any
     ) -> None:
         """A text engine calls an answer active until it is read, and its end clears it."""
-        house = make_house(max_age_s=0.0)
         request = request_to(CHAT)
         engine = await house.get("a", by=request)
         made, core = mocker.Mock(), mocker.Mock(_output_collectors={}, _finished_at={})
@@ -220,8 +222,7 @@ class TestAnAnswerThatIsNotRead:
         await house.release("a", by=request)
         house.assert_idle()
 
-    async def test_c9_a_refusal_names_it(self, make_house: Make, mocker: Any) -> None:
-        house = make_house(max_age_s=0.0)
+    async def test_c9_a_refusal_names_it(self, house: House, mocker: Any) -> None:
         request, for_b = request_to(CHAT), request_to(CHAT)
         for_b.max_wait = 0.05
         engine = await house.get("a", by=request)
@@ -241,9 +242,8 @@ class TestACountOfTokens:
 
     @pytest.mark.parametrize("a_is", ["idle", "busy", "not loaded"])
     async def test_c10_it_loads_nothing_and_nothing_leaves_for_it(
-        self, make_house: Make, a_is: str
+        self, house: House, a_is: str
     ) -> None:
-        house = make_house(max_age_s=0.0)
         if a_is != "not loaded":
             await house.get("a")
         if a_is == "idle":
@@ -275,10 +275,7 @@ class TestACountOfTokens:
             await house.release("a")
         await house.ends_idle("a")
 
-    async def test_c10_neither_while_it_loads_nor_while_it_leaves(
-        self, make_house: Make
-    ) -> None:
-        house = make_house(max_age_s=0.0)
+    async def test_c10_neither_while_it_loads_nor_while_it_leaves(self, house: House) -> None:
         for_a = await house.held_load("a")
         await refused(house.get("a", by=request_to(COUNT)))
         house.hold_loads = False
@@ -299,9 +296,8 @@ class TestAnOpenSession:
     """C19: a socket that may stay open for ever, under which nothing runs."""
 
     async def test_c19_its_model_serves_on_and_the_other_one_is_told_why(
-        self, make_house: Make, mocker: Any
+        self, house: House, mocker: Any
     ) -> None:
-        house = make_house(max_age_s=0.0)
         entry, socket, for_b = house.entry("a"), request_to(REALTIME), request_to(CHAT)
         mocker.patch.object(requests, "sockets", {socket})
         engine = await house.get("a", lease=False, by=socket)
@@ -325,11 +321,8 @@ class TestAnOpenSession:
         await waits
         await house.ends_idle("b")
 
-    async def test_c19_another_model_leaves_instead(
-        self, make_house: Make, mocker: Any
-    ) -> None:
+    async def test_c19_another_model_leaves_instead(self, house: House, mocker: Any) -> None:
         """A was used longest ago, and would leave first."""
-        house = make_house(max_age_s=0.0)
         socket = request_to(REALTIME)
         mocker.patch.object(requests, "sockets", {socket})
         await house.get("a", lease=False, by=socket)
@@ -349,9 +342,8 @@ class TestAnEngineThatSaysActive:
     """P2: for ever, though nobody holds it and its scheduler has no work."""
 
     async def test_p2_it_counts_as_idle_after_a_moment(
-        self, make_house: Make, mocker: Any, caplog: pytest.LogCaptureFixture
+        self, house: House, mocker: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        house = make_house(max_age_s=0.0)
         engine = await house.get("a", lease=False)
         engine.has_active_requests.return_value = True
         for_b = house.ask("b")
@@ -365,10 +357,9 @@ class TestAnEngineThatSaysActive:
 
     @pytest.mark.parametrize("work", ["thread", "diffusion", "scheduler", "lease"])
     async def test_p2_b26_b43_work_is_believed_as_long_as_it_lasts(
-        self, make_house: Make, mocker: Any, work: str
+        self, house: House, mocker: Any, work: str
     ) -> None:
         mocker.patch.object(phantom, "AFTER_S", 0.0)
-        house = make_house(max_age_s=0.0)
         engine = await house.get("a", lease=work == "lease")
         engine.has_active_requests.return_value = True
         scheduler = mocker.Mock(running=[], waiting=[], prefilling=[], requests={})
