@@ -99,26 +99,6 @@ async def test_b26_b43_work_that_holds_no_lease_keeps_its_model(
     house.assert_idle()
 
 
-async def test_b44_one_of_an_exclusive_kind_drains_for_the_other(
-    make_house: Make, mocker: Any
-) -> None:
-    """Two DFlash models that would fit together: the second waits and swaps."""
-    house = make_house(max_age_s=0.0)
-    house.dflash |= {"d", "p"}
-    mocker.patch.object(
-        house.pool,
-        "_engine_runtime_signature",
-        lambda model, *_a, **_k: (("dflash_enabled", str(model in ("d", "p"))),),
-    )
-    await house.get("d")
-    for_p = await house.waits("p")
-    assert house.entry("d").engine is not None
-    await house.release("d")
-    await for_p
-    assert house.resident() == {"p"}
-    await house.ends_idle("p")
-
-
 async def test_b47_a_low_reading_does_not_admit_a_second_model(house: House) -> None:
     """The device reads 0 bytes for a loaded A; its booked size counts."""
     await house.use("a")

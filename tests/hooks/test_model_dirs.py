@@ -14,7 +14,7 @@ from omlx_admission.hooks.pool import model_dirs, unloads
 from omlx_admission.hooks.pool.state import state_of
 
 from .by_hand import ByHand
-from .conftest import SIZES, House, Make, later, settle, until
+from .conftest import SIZES, House, Make, later, settle, soon, until
 
 Reload = Callable[..., ByHand]
 
@@ -37,11 +37,20 @@ def house(make_house: Make, mocker: Any, models: Path) -> House:
 
 
 @pytest.fixture
-def reload(house: House, models: Path) -> Reload:
+def reload(house: House, models: Path, mocker: Any) -> Reload:
     """Ask for a change of the model folders, as the route does it."""
     import omlx.admin.routes as routes
 
-    stock = routes._apply_model_dirs_runtime
+    stock, scan = routes._apply_model_dirs_runtime, house.pool.discover_models
+
+    def discover_models(*args: Any) -> None:
+        house.events.append("forgotten")
+        scan(*args)
+        for name, size in SIZES.items():
+            if house.entry(name).engine is None:
+                house.entry(name).estimated_size = size
+
+    mocker.patch.object(house.pool, "discover_models", discover_models)
 
     def ask(**request: Any) -> ByHand:
         return ByHand(
@@ -55,11 +64,39 @@ def reload(house: House, models: Path) -> Reload:
 
 def books_are_right(house: House) -> None:
     """What the pool counts is what its entries hold."""
-    for name, size in SIZES.items():
-        if house.entry(name).engine is None:
-            house.entry(name).estimated_size = size
-    counted = sum(house.entry(m).estimated_size for m in house.resident())
-    assert house.pool._current_model_memory == counted
+    assert house.pool._current_model_memory == house.tracked()
+
+
+async def test_b19_nothing_loads_between_the_unloads_and_the_rescan(
+    house: House, reload: Reload
+) -> None:
+    """Each model is unloaded when it comes to rest itself; what is idle serves on."""
+    house.ceiling = 1300
+    engines = {model: await house.get(model) for model in "ad"}
+    await house.use("p")
+    change = reload()
+    await settle()
+    late = [house.ask("b"), house.ask("a")]
+    await settle()
+    change.leave()  # an operation that stops half-way would leave the engine behind
+    await later(1.0)
+    await house.use("p")
+    assert not any(t.done() for t in late)
+    engines["a"].stop.assert_not_awaited()
+    await house.release("a")
+    await until(lambda: engines["a"].stop.await_count == 1)
+    await settle()
+    engines["d"].stop.assert_not_awaited()
+    assert house.resident() == {"d", "p"}
+    await house.release("d")
+    assert (await change.task)[0] is True
+    before = house.events[: house.events.index("forgotten")]
+    assert (before.count("load b"), before.count("load a")) == (0, 1)
+    await asyncio.gather(*late)
+    for engine in engines.values():
+        engine.stop.assert_awaited_once()
+    books_are_right(house)
+    await house.ends_idle("b", "a")
 
 
 async def test_p3_a_second_change_waits_for_the_first_and_then_does_its_own(
@@ -85,18 +122,22 @@ async def test_p3_a_second_change_waits_for_the_first_and_then_does_its_own(
     house.assert_idle()
 
 
-async def test_p3_both_at_once_end_what_does_not_end_by_itself(
+async def test_b19_p3_both_at_once_end_what_does_not_end_by_itself(
     house: House, reload: Reload, mocker: Any
 ) -> None:
     mocker.patch.object(unloads, "_LEAVE_S", 0.02)
+    mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
     engine = await house.get("d")
     changes = [reload(max_wait="0.05") for _ in range(3)]
     for change in changes:
-        assert (await change.task)[0] is True
+        assert (await soon(change.task))[0] is True
+    engine.abort_all_requests.assert_awaited_once()
     engine.stop.assert_awaited_once()
     assert house.resident() == set()
     books_are_right(house)
-    assert not house.pool._lock.locked()
+    assert state_of(house.pool).reloading is None
+    # The lease that outlived its engine is given back to nobody.
+    await house.ends_idle("d")
 
 
 async def test_p4_a_load_in_progress_keeps_its_entry_and_its_bytes(
@@ -118,18 +159,28 @@ async def test_p4_a_load_in_progress_keeps_its_entry_and_its_bytes(
     await house.ends_idle("a")
 
 
-async def test_p4_a_load_that_evicts_is_waited_for(house: House, reload: Reload) -> None:
-    """It has dropped one engine and has none of its own: stock's entries say nothing."""
-    await house.use("b")
-    house.hold_unloads = True
-    for_a = house.ask("a")
-    await until(lambda: "unload b" in house.events)
+@pytest.mark.parametrize("evicts", [True, False])
+async def test_b19_p4_a_load_is_waited_for(house: House, reload: Reload, evicts: bool) -> None:
+    """One that has dropped an engine and has none of its own: stock's entries say nothing."""
+    if evicts:
+        await house.use("b")
+        house.hold_unloads = True
+        for_a = house.ask("a")
+        await until(lambda: "unload b" in house.events)
+    else:
+        for_a = await house.held_load("a")
     change = reload()
     await settle()
-    house.hold_unloads = False
-    await house.let_unload("b")
+    assert "forgotten" not in house.events
+    if evicts:
+        house.hold_unloads = False
+        await house.let_unload("b")
+    else:
+        await house.let_load("a")
     engine = await for_a
+    await later(1.0)
     assert not change.task.done()
+    assert "forgotten" not in house.events
     assert house.entry("a").engine is engine
     await house.release("a")
     assert (await change.task)[0] is True

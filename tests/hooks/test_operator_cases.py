@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from omlx_admission.hooks.pool import model_dirs, unloads
-from omlx_admission.hooks.pool.state import state_of
-
-from .by_hand import ByHand
-from .conftest import SIZES, House, Make, by_profile, later, refused, settle, soon, until
+from .by_hand import ByHand, load, unload
+from .conftest import (
+    SIZES,
+    House,
+    Make,
+    by_profile,
+    refused,
+    request_to,
+    settle,
+    until,
+)
 
 FAST, SLOW = {"mtp": 1}, {"mtp": 2}
 
@@ -31,9 +36,8 @@ async def test_b13_b14_the_other_variant_waits_for_the_drain_and_both_are_batche
     fast.stop.assert_not_awaited()
     await house.release("d")
     for together in (slow, late):
-        engines = await asyncio.gather(*together)
-        assert len({id(e) for e in engines}) == 1
-        await house.release("d", len(together))
+        assert len(set(await asyncio.gather(*together))) == 1
+        await house.release("d", 3)
     # One load for each turn of a variant, whatever the number of its requests.
     assert house.events.count("loaded d") == 3
     house.assert_idle()
@@ -89,22 +93,22 @@ async def test_a_forced_text_load_of_a_vision_model_waits_for_its_requests(
     await house.ends_idle("d")
 
 
-@pytest.mark.parametrize("when", ["loading", "queued"])
+@pytest.mark.parametrize("loading", [True, False])
 async def test_b19_a_rescan_changes_nothing_for_who_waits(
-    house: House, models: Path, when: str
+    house: House, models: Path, loading: bool
 ) -> None:
     await house.get("b")
     house.hold_loads = True
     for_a = await house.waits("a")
-    if when == "loading":
+    if loading:
         await house.release("b")
         await until(lambda: "load a" in house.events)
     before = house.entry("a")
     house.pool.discover_models([str(models)], [])
     for name, size in SIZES.items():
         house.entry(name).estimated_size = size
-    assert (house.entry("a") is before) == (when == "loading")
-    if when == "queued":
+    assert (house.entry("a") is before) == loading
+    if not loading:
         await house.release("b")
     await house.let_load("a")
     await for_a
@@ -113,119 +117,10 @@ async def test_b19_a_rescan_changes_nothing_for_who_waits(
     await house.ends_idle("a")
 
 
-@pytest.fixture
-def change_dirs(models: Path, mocker: Any) -> Iterator[Callable[[House], ByHand]]:
-    """Stock's change of the model folders, with our wrapper round it."""
-
-    def change(house: House, **request: Any) -> ByHand:
-        pool = house.pool
-        mocker.patch.object(model_dirs, "_admin_pool", lambda: pool)
-
-        async def stock(dirs: list[str]) -> tuple[bool, str]:
-            for model in pool.get_loaded_model_ids():
-                await pool._unload_engine(model)
-            house.events.append("forgotten")
-            pool._entries.clear()
-            pool._current_model_memory = 0
-            pool.discover_models(dirs, [])
-            for name, size in SIZES.items():
-                pool._entries[name].estimated_size = size
-            return True, "ok"
-
-        return ByHand(
-            lambda: model_dirs.change_model_dirs(stock, None, ([str(models)],), {}),
-            path="/admin/api/reload",
-            **request,
-        )
-
-    return change  # type: ignore[return-value]
-
-
-async def test_b19_nothing_loads_between_the_unloads_and_the_rescan(
-    house: House, change_dirs: Callable[[House], ByHand]
-) -> None:
-    house.ceiling = 1300
-    engine = await house.get("a")
-    await house.use("d")
-    change = change_dirs(house)
-    await settle()
-    late = [house.ask("p"), house.ask("a")]
-    await settle()
-    change.leave()  # an operation that stops half-way would leave the engine behind
-    await later(1.0)
-    # What is loaded and idle serves on meanwhile.
-    await house.use("d")
-    assert not any(t.done() for t in late)
-    engine.stop.assert_not_awaited()
-    await house.release("a")
-    assert await change.task == (True, "ok")
-    forgotten = house.events.index("forgotten")
-    assert house.events[:forgotten].count("load p") == 0
-    assert house.events[:forgotten].count("load a") == 1
-    for task, model in zip(late, "pa", strict=True):
-        await task
-        await house.release(model)
-    loaded = sum(SIZES[m] for m in house.resident())
-    assert house.pool._current_model_memory == loaded
-    house.assert_idle()
-
-
-async def test_b19_each_model_is_unloaded_when_it_comes_to_rest_itself(
-    house: House, change_dirs: Callable[[House], ByHand]
-) -> None:
-    house.ceiling = 1300
-    engines = {model: await house.get(model) for model in ("a", "d")}
-    change = change_dirs(house)
-    await settle()
-    await house.release("a")
-    await until(lambda: engines["a"].stop.await_count == 1)
-    await settle()
-    engines["d"].stop.assert_not_awaited()
-    assert house.resident() == {"d"}
-    await house.release("d")
-    await change.task
-    engines["a"].stop.assert_awaited_once()
-    engines["d"].stop.assert_awaited_once()
-    house.assert_idle()
-
-
-async def test_b19_at_the_end_of_the_budget_what_runs_is_ended(
-    house: House, change_dirs: Callable[..., ByHand], mocker: Any
-) -> None:
-    mocker.patch.object(unloads, "ABORT_GRACE_S", 0.05)
-    engine = await house.get("a")
-    await soon(change_dirs(house, max_wait="0.1").task)
-    engine.abort_all_requests.assert_awaited_once()
-    engine.stop.assert_awaited_once()
-    assert house.pool._current_model_memory == 0
-    assert state_of(house.pool).reloading is None
-    # The lease that outlived its engine is given back to nobody.
-    await house.ends_idle("a")
-
-
-async def test_b19_a_load_that_runs_ends_before_everything_is_forgotten(
-    house: House, change_dirs: Callable[[House], ByHand]
-) -> None:
-    for_a = await house.held_load("a")
-    change = change_dirs(house)
-    await settle()
-    assert "forgotten" not in house.events
-    await house.let_load("a")
-    await for_a
-    await later(1.0)
-    assert "forgotten" not in house.events
-    await house.release("a")
-    await change.task
-    assert house.resident() == set()
-    assert house.pool._current_model_memory == 0
-    house.assert_idle()
-
-
 async def test_b19_a_deletion_ends_who_waits_for_the_model(house: House) -> None:
     """Stock unloads it, removes its folder and entry, and scans again."""
     await house.get("a")
-    for_d = house.ask("d", runtime_settings=None)
-    await for_d
+    await house.get("d")
     waiting = await house.waits("b")
 
     async def delete() -> None:
@@ -269,22 +164,24 @@ async def test_the_sweep_for_expired_models_spares_who_drains_or_waits(
     house = make_house(max_age_s=0.0)
     manager = mocker.Mock()
     manager.get_settings.return_value.ttl_seconds = 1
+
+    async def expired(model: str) -> Any:
+        house.entry(model).last_access = 1.0
+        return await house.pool.check_ttl_expirations(manager)
+
     await house.get("a")
     for_b = await house.waits("b")
-    house.entry("a").last_access = 1.0
-    assert await house.pool.check_ttl_expirations(manager) == []
+    assert await expired("a") == []
     await house.release("a")
     await for_b
-    house.entry("b").last_access = 1.0
-    assert await house.pool.check_ttl_expirations(manager) == []
+    assert await expired("b") == []
     late = house.ask("a")
     await house.release("b")
     await late
     await house.release("a")
-    house.entry("a").last_access = 1.0
-    assert await house.pool.check_ttl_expirations(manager) == ["a"]
-    assert await house.get("a")
-    await house.ends_idle("a")
+    assert await expired("a") == ["a"]
+    await house.use("a")
+    house.assert_idle()
 
 
 def dflash(house: House, mocker: Any, models: str, runs: bool = True) -> None:
@@ -302,17 +199,12 @@ async def test_b44_a_pinned_member_of_an_exclusive_kind_is_the_reason(
     dflash(house, mocker, "dp")
     house.entry("d").is_pinned = True
     await house.use("d")
-
-    async def ask() -> None:
-        await house.get("p")
-
-    by_hand = ByHand(ask, path="/v1/chat/completions")
+    request = request_to("/v1/chat/completions")
     with pytest.raises(house.module.InsufficientMemoryError):
-        await by_hand.task
-    refusal = by_hand.request.refusal
-    assert (refusal.status, refusal.code) == (507, "model_too_large")
-    assert "beside 'd', which is pinned" in refusal.message
-    assert "only one can be loaded" in refusal.message
+        await house.get("p", by=request)
+    assert (request.refusal.status, request.refusal.code) == (507, "model_too_large")
+    assert "beside 'd', which is pinned" in request.refusal.message
+    assert "only one can be loaded" in request.refusal.message
     # The others of the house are not concerned.
     await house.use("a")
     assert house.resident() == {"a", "d"}
@@ -320,16 +212,20 @@ async def test_b44_a_pinned_member_of_an_exclusive_kind_is_the_reason(
 
 
 async def test_f5_an_option_that_fell_back_excludes_nobody(house: House, mocker: Any) -> None:
-    """What runs is a plain engine: both fit, so both stay, and no pin forbids either."""
+    """What runs is a plain engine: both fit, so both stay, and no pin forbids either.
+
+    While it loads nobody knows yet: who asks meanwhile waits for that, pinned or not.
+    """
     dflash(house, mocker, "dp", runs=False)
     house.entry("d").is_pinned = True
-    for model in "dp":
-        await house.get(model)
-        await house.release(model)
+    for_d = await house.held_load("d")
+    for_p = await house.waits("p")
+    house.hold_loads = False
+    await house.let_load("d")
+    await asyncio.gather(for_d, for_p)
     assert house.resident() == {"d", "p"}
-    # And where it is not known yet what the wanted one will be.
     assert "unload d" not in house.events
-    house.assert_idle()
+    await house.ends_idle("d", "p")
 
 
 async def test_f5_the_next_load_knows_that_the_last_one_fell_back(
@@ -339,9 +235,7 @@ async def test_f5_the_next_load_knows_that_the_last_one_fell_back(
     await house.use("p")
     await house.pool._unload_engine("p")
     house.dflash.add("d")
-    await house.use("d")
-    await house.get("p")  # will fall back again: nobody leaves for it
-    await house.release("p")
+    await house.use("d", "p")  # will fall back again: nobody leaves for it
     assert house.resident() == {"d", "p"}
     house.dflash.add("p")  # it was installed meanwhile
     await house.pool._unload_engine("p")
@@ -352,26 +246,16 @@ async def test_f5_the_next_load_knows_that_the_last_one_fell_back(
     house.assert_idle()
 
 
-async def test_f5_a_load_says_nothing_of_what_it_will_be(house: House, mocker: Any) -> None:
-    """It may fall back too: who asks meanwhile waits for that, pinned or not."""
-    dflash(house, mocker, "dp", runs=False)
-    house.entry("d").is_pinned = True
-    for_d = await house.held_load("d")
-    for_p = await house.waits("p")
-    house.hold_loads = False
-    await house.let_load("d")
-    await asyncio.gather(for_d, for_p)
-    assert house.resident() == {"d", "p"}
-    for model in "dp":
-        await house.release(model)
-    house.assert_idle()
-
-
-async def test_f5_a_text_load_of_a_member_is_a_member(make_house: Make, mocker: Any) -> None:
+@pytest.mark.parametrize("text", [True, False])
+async def test_b44_f5_one_of_an_exclusive_kind_drains_for_the_other(
+    make_house: Make, mocker: Any, text: bool
+) -> None:
+    """Two DFlash models that would fit together; a text load of a member is a member."""
     house = make_house(max_age_s=0.0)
     dflash(house, mocker, "dp")
     await house.get("d")
-    for_p = await house.waits("p", force_lm=True)
+    for_p = await house.waits("p", force_lm=text)
+    assert house.entry("d").engine is not None
     assert "load p" not in house.events
     await house.release("d")
     await for_p
@@ -435,8 +319,7 @@ async def test_b44_an_exclusive_member_that_is_unloaded_by_hand_makes_room(
     house = make_house(max_age_s=0.0)
     dflash(house, mocker, "dp")
     await house.get("d")
-    for_p = house.ask("p")
-    by_hand = ByHand(lambda: house.pool._unload_engine("d"), path="/v1/models/d/unload")
+    for_p, by_hand = house.ask("p"), unload(house.pool, "d")
     await settle()
     assert not for_p.done()
     await house.release("d")
@@ -448,47 +331,38 @@ async def test_b44_an_exclusive_member_that_is_unloaded_by_hand_makes_room(
 
 @pytest.mark.parametrize("mode", ["guard off", "admin load", "one model"])
 async def test_b57_every_way_in_drains_and_swaps(make_house: Make, mode: str) -> None:
+    first, other = "dp" if mode == "one model" else "ab"
     house = make_house(max_age_s=0.0, max_models=1 if mode == "one model" else 0)
-    first = "d" if mode == "one model" else "a"
     if mode == "guard off":
         if not hasattr(house.pool, "_fallback_admission_ceiling"):
             pytest.skip("this oMLX has no fallback with the guard off")
         house.ceiling = 0
         house.pool._get_admission_ceiling = lambda: 1000
     if mode == "admin load":
-        route = ByHand(
-            lambda: house.get(first, lease=False), path=f"/admin/api/models/{first}/load"
-        )
-        await route.task
-        await house.get(first)
-    else:
-        await house.get(first)
-    other = "p" if mode == "one model" else "b"
+        assert await load(house.pool, first, admin=True).task == "loaded"
+    await house.get(first)
     for_other = await house.waits(other)
     assert house.resident() == {first}
     await house.release(first)
     await for_other
     assert house.resident() == {other}
-    await house.release(other)
-    house.assert_idle()
+    await house.ends_idle(other)
 
 
 async def test_b60_a_load_that_hangs_ends_its_waiters_and_no_resident_notices(
     house: House,
 ) -> None:
-    resident = await house.get("d")
-    await house.release("d")
+    await house.use("d")
+    resident = house.entry("d").engine
     house.hold_loads = True
     path = "/v1/chat/completions"
     stuck = [ByHand(lambda: house.get("a"), path, max_wait="0.1") for _ in range(2)]
     await until(lambda: "load a" in house.events)
     assert await house.get("d") is resident
     for waiter in stuck:
-        await refused(waiter.task)
-        assert waiter.code == "model_swap_timeout"
+        assert (await refused(waiter.task)).code == "model_swap_timeout"
     assert house.admission.policy.waiting == 0
     assert await house.get("d") is resident
-    await house.release("d", 2)
     await house.let_load("a")
     await until(lambda: house.admission.policy.swap is None)
-    house.assert_idle()
+    await house.ends_idle("d", "d")
