@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import importlib
 import threading
 import types
 from collections import deque
@@ -129,7 +129,7 @@ def installed(*modules: str, scheduler: type | None = None, **values: Any) -> It
     installer = install.Installer(report)
     try:
         for name in modules:
-            module: Any = sys.modules[name]
+            module: Any = importlib.import_module(name)
             if name == "omlx.scheduler" and scheduler is not None:
                 module = types.ModuleType(name)
                 module.Scheduler = scheduler  # type: ignore[attr-defined]
@@ -139,3 +139,16 @@ def installed(*modules: str, scheduler: type | None = None, **values: Any) -> It
         yield installer
     finally:
         installer.undo()
+
+
+@contextmanager
+def cores(monkeypatch: Any, **values: Any) -> Iterator[type]:
+    """Like `installed`, round engines whose cores are oMLX's and whose schedulers are ours."""
+    import omlx.engine_core
+    import omlx.scheduler
+
+    fake = fake_scheduler(omlx.scheduler)
+    monkeypatch.setattr(omlx.engine_core, "Scheduler", fake)
+    modules = ("scheduler", "engine_pool", "engine_core", "engine.batched", "engine.vlm")
+    with installed(*(f"omlx.{name}" for name in modules), scheduler=fake, **values):
+        yield fake

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,7 @@ from omlx_admission.hooks.pool.state import state_of
 from omlx_admission.observation import observe
 
 from .conftest import SIZES, House, settle, until
-from .gpu_rig import Model, fake_scheduler, installed
-
-MODULES = (
-    "omlx.scheduler",
-    "omlx.engine_pool",
-    "omlx.engine_core",
-    "omlx.engine.batched",
-    "omlx.engine.vlm",
-)
+from .gpu_rig import Model, cores
 
 
 def fault() -> None:
@@ -88,16 +80,9 @@ class Works(House):
 
 @pytest.fixture
 def works(models: Path, mocker: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Works]:
-    import omlx.engine.batched
-    import omlx.engine.vlm
-    import omlx.engine_core
     import omlx.engine_pool as module
-    import omlx.scheduler
 
-    fake = fake_scheduler(omlx.scheduler)
-    monkeypatch.setattr(omlx.engine_core, "Scheduler", fake)
-    on = {"resident_path": True, "queue": True, "max_wait_s": 20.0}
-    with installed(*MODULES, scheduler=fake, **on):
+    with cores(monkeypatch, resident_path=True, queue=True, max_wait_s=20.0):
         pool = module.EnginePool()
         works = Works(pool, module)
         mocker.patch.object(module, "BatchedEngine", works.engine)
@@ -228,19 +213,21 @@ async def test_p2_a_step_that_fails_alone_costs_no_engine(works: Works) -> None:
     await works.pool._unload_engine("a")
 
 
-@pytest.mark.parametrize("stopped", ["stopped", "closed"])
+@pytest.mark.parametrize("closed", [False, True])
 async def test_f1_an_engine_that_somebody_has_stopped_is_never_handed_out(
-    works: Works, stopped: str, make_dead: Callable[[Works, str], Any]
+    works: Works, closed: bool
 ) -> None:
     await works.get("a")
-    engine = works.made["a"][0]
-    await make_dead(works, stopped)
-    asking = [works.ask("a") for _ in range(4)]
-    handed = await asyncio.gather(*asking)
+    engine, core = works.made["a"][0], works.core("a")
+    if closed:
+        await core.stop()
+        core.close()
+    else:
+        await engine.stop()
+    handed = await asyncio.gather(*(works.ask("a") for _ in range(4)))
     assert len(works.made["a"]) == 2
-    assert {id(e) for e in handed} == {id(works.made["a"][1])} and engine not in handed
-    for _ in range(5):
-        await works.release("a")
+    assert set(handed) == {works.made["a"][1]}
+    await works.release("a", 5)
     assert works.pool._current_model_memory == works.tracked() == 600
     await works.pool._unload_engine("a")
     works.assert_idle()
@@ -256,16 +243,3 @@ async def test_f1_an_engine_that_the_pool_has_unloaded_does_not_load_itself_agai
     with pytest.raises(off_loop.EngineClosing, match="was unloaded"):
         await engine.start()
     assert engine._engine is None
-
-
-@pytest.fixture
-def make_dead() -> Callable[[Works, str], Any]:
-    async def make(works: Works, how: str) -> None:
-        engine, core = works.made["a"][0], works.core("a")
-        if how == "stopped":
-            await engine.stop()
-        else:
-            await core.stop()
-            core.close()
-
-    return make

@@ -7,8 +7,9 @@ are theirs, only the scheduler is ours, and it stops in its shutdown when a test
 from __future__ import annotations
 
 import asyncio
+import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,34 +17,27 @@ import pytest
 from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.pool import off_loop
 
-from .conftest import until
-from .gpu_rig import Gate, Model, fake_scheduler, installed
+from .conftest import settle, until
+from .gpu_rig import Gate, Model, cores
 
-MODULES = (
-    "omlx.scheduler",
-    "omlx.engine_pool",
-    "omlx.engine_core",
-    "omlx.engine.batched",
-    "omlx.engine.vlm",
-)
 ON = {"off_loop_close": True, "resident_path": True}
 
 
 class Bench:
     """Loaded engines whose schedulers are fakes."""
 
-    def __init__(self, scheduler: type) -> None:
-        self.scheduler = scheduler
+    def __init__(self) -> None:
         self.closed_on: list[str] = []
         self.loop_ended_on: list[str] = []
 
-    def engine(self, kind: type, name: str = "a", flush: Gate | None = None) -> Any:
+    def engine(self, kind: Any = None, name: str = "a", flush: Gate | None = None) -> Any:
         """An engine with a core; its scheduler's shutdown stops at ``flush``."""
+        from omlx.engine.batched import BatchedEngine
         from omlx.engine_core import AsyncEngineCore, EngineConfig
 
         config = EngineConfig(model_name=f"/models/{name}")
         config.decode_burst_budget_s = config.decode_burst_budget_single_s = 0.0
-        engine = kind(model_name=f"/models/{name}")
+        engine = (kind or BatchedEngine)(model_name=f"/models/{name}")
         engine._engine = AsyncEngineCore(Model(), Model(), config)
         engine._loaded = True
         core = engine._engine.engine
@@ -64,36 +58,25 @@ class Bench:
             core.scheduler.shutdown = flush
         return engine
 
-
-def kinds() -> list[Any]:
-    def text() -> type:
-        from omlx.engine.batched import BatchedEngine
-
-        return BatchedEngine
-
-    def vision() -> type:
-        from omlx.engine.vlm import VLMBatchedEngine
-
-        return VLMBatchedEngine
-
-    return [pytest.param(text, id="text"), pytest.param(vision, id="vision")]
+    async def stopping(self, kind: Any = None, name: str = "a") -> tuple[Any, Gate, Any]:
+        """An engine that is being stopped, the gate at which it stands, and the stop."""
+        flush = Gate()
+        engine = self.engine(kind, name, flush)
+        stop = task(engine.stop())
+        await flush.until_reached()
+        return engine, flush, stop
 
 
-each_kind = pytest.mark.parametrize("kind", kinds())
+@pytest.fixture(params=["batched:BatchedEngine", "vlm:VLMBatchedEngine"])
+def kind(request: pytest.FixtureRequest) -> Any:
+    module, _, name = request.param.partition(":")
+    return getattr(importlib.import_module(f"omlx.engine.{module}"), name)
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    import omlx.engine.batched
-    import omlx.engine.vlm
-    import omlx.engine_core
-    import omlx.engine_pool
-    import omlx.scheduler as scheduler_module
-
-    fake = fake_scheduler(scheduler_module)
-    monkeypatch.setattr(omlx.engine_core, "Scheduler", fake)
-    with installed(*MODULES, scheduler=fake, **getattr(request, "param", ON)):
-        yield Bench(fake)
+    with cores(monkeypatch, **getattr(request, "param", ON)):
+        yield Bench()
 
 
 def task(coroutine: Any) -> asyncio.Task[Any]:
@@ -106,22 +89,10 @@ def ours(kind: type) -> set[str]:
     return {n for n, v in vars(kind).items() if getattr(v, "_self_wrapper", None) in wrappers}
 
 
-async def turns(count: int = 20) -> None:
-    """Let the loop go round; it does not while something blocks it."""
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-@each_kind
-async def test_the_loop_goes_on_while_a_core_is_closed(
-    bench: Bench, kind: Callable[[], type]
-) -> None:
-    flush = Gate()
-    engine = bench.engine(kind(), flush=flush)
+async def test_the_loop_goes_on_while_a_core_is_closed(bench: Bench, kind: Any) -> None:
+    engine, flush, stopping = await bench.stopping(kind)
     core = engine._engine.engine
-    stopping = task(engine.stop())
-    await flush.until_reached()
-    await turns()
+    await settle()
     assert not stopping.done()
     flush.open()
     await stopping
@@ -132,18 +103,12 @@ async def test_the_loop_goes_on_while_a_core_is_closed(
     assert vars(engine).get(off_loop._ATTRIBUTE) is None
 
 
-@each_kind
-async def test_a_cancel_waits_for_the_end_of_the_teardown(
-    bench: Bench, kind: Callable[[], type]
-) -> None:
-    flush = Gate()
-    engine = bench.engine(kind(), flush=flush)
+async def test_a_cancel_waits_for_the_end_of_the_teardown(bench: Bench, kind: Any) -> None:
+    engine, flush, stopping = await bench.stopping(kind)
     core = engine._engine.engine
-    stopping = task(engine.stop())
-    await flush.until_reached()
     for _ in range(2):
         stopping.cancel()
-        await turns()
+        await settle()
         assert not stopping.done()
     flush.open()
     with pytest.raises(asyncio.CancelledError):
@@ -152,30 +117,20 @@ async def test_a_cancel_waits_for_the_end_of_the_teardown(
     await engine.stop()  # a closed engine stops as it does in stock
 
 
-@each_kind
-async def test_a_second_stop_waits_for_the_first(
-    bench: Bench, kind: Callable[[], type]
-) -> None:
-    flush = Gate()
-    engine = bench.engine(kind(), flush=flush)
-    first = task(engine.stop())
-    await flush.until_reached()
+async def test_a_second_stop_waits_for_the_first(bench: Bench, kind: Any) -> None:
+    engine, flush, first = await bench.stopping(kind)
     second = task(engine.stop())
-    await turns()
+    await settle()
     assert not second.done()
     flush.open()
     await asyncio.gather(first, second)
     assert len(bench.closed_on) == 1
 
 
-@each_kind
-async def test_a_start_waits_for_the_stop(bench: Bench, kind: Callable[[], type]) -> None:
+async def test_a_start_waits_for_the_stop(bench: Bench, kind: Any) -> None:
     """Whoever still holds the engine finds it stopped and starts it: after, not amid."""
-    flush = Gate()
-    engine = bench.engine(kind(), flush=flush)
+    engine, flush, stopping = await bench.stopping(kind)
     core = engine._engine.engine
-    stopping = task(engine.stop())
-    await flush.until_reached()
     assert engine._loaded is False
     started: list[bool] = []
 
@@ -183,20 +138,19 @@ async def test_a_start_waits_for_the_stop(bench: Bench, kind: Callable[[], type]
         started.append(core._closed and engine._engine is None)
 
     starting = task(off_loop.start(stock, engine, (), {}))
-    assert ours(kind()) == {"start", "stop"}
-    await turns()
+    assert ours(kind) == {"start", "stop"}
+    await settle()
     assert not started
     flush.open()
     await asyncio.gather(starting, stopping)
     assert started == [True]
 
 
-@each_kind
 async def test_f1_a_start_that_is_cancelled_leaves_no_loop_behind(
-    bench: Bench, kind: Callable[[], type]
+    bench: Bench, kind: Any
 ) -> None:
     """The loop holds the model, and an engine that nobody knows is never stopped."""
-    engine = bench.engine(kind())
+    engine = bench.engine(kind)
     core = engine._engine.engine
     engine._loaded = False
     waits = asyncio.Event()
@@ -216,13 +170,8 @@ async def test_f1_a_start_that_is_cancelled_leaves_no_loop_behind(
 
 
 async def test_nothing_is_queued_at_a_core_that_closes(bench: Bench) -> None:
-    from omlx.engine.batched import BatchedEngine
-
-    flush = Gate()
-    engine = bench.engine(BatchedEngine, "late", flush=flush)
+    engine, flush, stopping = await bench.stopping(None, "late")
     handle = engine._engine
-    stopping = task(engine.stop())
-    await flush.until_reached()
     with pytest.raises(off_loop.EngineClosing, match="'late' was unloaded"):
         await handle.add_request(prompt=[1, 2])
     flush.open()
@@ -232,9 +181,7 @@ async def test_nothing_is_queued_at_a_core_that_closes(bench: Bench) -> None:
 async def test_an_error_of_the_cores_stop_is_raised_and_stock_is_not_run_again(
     bench: Bench,
 ) -> None:
-    from omlx.engine.batched import BatchedEngine
-
-    engine = bench.engine(BatchedEngine)
+    engine = bench.engine()
 
     async def broken() -> None:
         raise ValueError("of the loop")
@@ -251,9 +198,7 @@ async def test_an_error_of_the_cores_stop_is_raised_and_stock_is_not_run_again(
 
 
 async def test_an_error_on_the_thread_is_raised_as_it_is(bench: Bench) -> None:
-    from omlx.engine.batched import BatchedEngine
-
-    engine = bench.engine(BatchedEngine)
+    engine = bench.engine()
 
     async def stock() -> None:
         raise KeyError(threading.current_thread().name)
@@ -267,12 +212,10 @@ async def test_an_error_on_the_thread_is_raised_as_it_is(bench: Bench) -> None:
 async def test_no_thread_to_be_had_means_stock(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from omlx.engine.batched import BatchedEngine
-
     def none(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    engine = bench.engine(BatchedEngine)
+    engine = bench.engine()
     noted: list[str] = []
     monkeypatch.setattr(off_loop.faults, "note", lambda place, _e: noted.append(place))
     monkeypatch.setattr(off_loop.concurrent.futures, "ThreadPoolExecutor", none)
@@ -284,8 +227,6 @@ async def test_no_thread_to_be_had_means_stock(
 
 async def test_a_stop_that_gives_the_loop_back_goes_on_there(bench: Bench) -> None:
     """No release that the gate lets in does; were it so, nothing is run twice or lost."""
-    from omlx.engine.batched import BatchedEngine
-
     seen: list[str] = []
     go_on = asyncio.Event()
 
@@ -296,12 +237,12 @@ async def test_a_stop_that_gives_the_loop_back_goes_on_there(bench: Bench) -> No
         await go_on.wait()
         seen.append("ended")
 
-    engine = bench.engine(BatchedEngine)
+    engine = bench.engine()
     stopping = task(off_loop.stop(stock, engine, (), {}))
     await until(lambda: len(seen) == 2)
-    await turns()
+    await settle()
     stopping.cancel()
-    await turns()
+    await settle()
     assert not stopping.done()
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
@@ -315,12 +256,11 @@ async def test_whoever_waits_for_the_turn_on_the_engines_thread_leaves_first(
     bench: Bench,
 ) -> None:
     """Else the close would wait for a turn, and end the process after 60 s."""
-    from omlx.engine.batched import BatchedEngine
     from omlx.request import SamplingParams
 
     turn = gpu_turn.current
     assert turn is not None
-    engine = bench.engine(BatchedEngine)
+    engine = bench.engine()
     core = engine._engine.engine
     await core.start()
     hold = turn.acquire("other", "test")
@@ -337,8 +277,6 @@ async def test_whoever_waits_for_the_turn_on_the_engines_thread_leaves_first(
 
 @pytest.mark.parametrize("bench", [{"resident_path": False}], indirect=True)
 async def test_without_the_resident_path_stock_closes_on_the_loop(bench: Bench) -> None:
-    from omlx.engine.batched import BatchedEngine
-
-    engine = bench.engine(BatchedEngine)
+    engine = bench.engine()
     await engine.stop()
     assert bench.closed_on == ["MainThread"]
