@@ -19,8 +19,8 @@ from typing import Any
 import wrapt
 
 from benchmarks.loop_probe import Lines
+from omlx_admission.gpu_turn import sites
 from omlx_admission.gpu_turn import turn as gpu_turn
-from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.surfaces.demo import launch
 
 
@@ -50,7 +50,7 @@ def _record_spans(lines: Lines) -> None:
             module,
             "EngineCore._step_burst",
             _recorded(
-                lines, "decode burst", gpu_engine.name_of, lambda core: core.scheduler._stream
+                lines, "decode burst", sites.name_of, lambda core: core.scheduler._stream
             ),
         )
 

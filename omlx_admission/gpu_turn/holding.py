@@ -17,23 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import turn as gpu_turn
-from .turn import Hold, TurnAbandoned, TurnTimeout
+from .turn import GpuTurn, Hold, TurnAbandoned, TurnTimeout
 
 logger = logging.getLogger("omlx.gpu_turn")
 
-
-class Listener:
-    """What is said of work with the turn, while it is still held; this one is silent."""
-
-    def failed(self, error: BaseException, name: str) -> None:
-        """The work of ``name``, or its drain, raised ``error``."""
-
-    def broken(self, error: BaseException) -> None:
-        """The turn itself failed: the work runs without it."""
-        logger.error("GPU turn: failed, work goes on without it", exc_info=error)
-
-
-listener = Listener()
 
 #: Seconds that optional work (clean-up, cache clears) waits before it goes on without.
 OPTIONAL_WAIT_S = 5.0
@@ -128,8 +115,9 @@ def holding(
         TurnAbandoned, TurnTimeout: the body was not run.
         RuntimeError: the drain's error.
     """
-    hold = _acquired(name, site, optional, acquire)
-    if hold is None:
+    turn = gpu_turn.current
+    hold = None if turn is None else _acquired(turn, name, site, optional, acquire)
+    if turn is None or hold is None:
         yield
         return
     outer = getattr(_local, "current", None)
@@ -139,23 +127,24 @@ def holding(
             yield
         except BaseException as error:
             # Seen while the turn is still held: the log says who held it and who waited.
-            listener.failed(error, name)
+            turn.listener.failed(error, name)
             drain_after_error(drain_now, name)
             raise
         try:
             drain_now()
         except BaseException as error:
-            listener.failed(error, name)
+            turn.listener.failed(error, name)
             raise
     finally:
         _local.current = outer
         hold.release()
 
 
-def _acquired(name: str, site: str, optional: bool, acquire: dict[str, Any]) -> Hold | None:
+def _acquired(
+    turn: GpuTurn, name: str, site: str, optional: bool, acquire: dict[str, Any]
+) -> Hold | None:
     """The turn, once it is there; None: go on without."""
-    turn = gpu_turn.current
-    if turn is None or on_event_loop():
+    if on_event_loop():
         return None
     if optional:
         acquire["limit_s"] = OPTIONAL_WAIT_S
@@ -165,7 +154,7 @@ def _acquired(name: str, site: str, optional: bool, acquire: dict[str, Any]) -> 
         if not optional:
             raise
     except Exception as error:  # no fault of the turn ends the work
-        listener.broken(error)
+        turn.listener.broken(error)
     return None
 
 

@@ -41,6 +41,17 @@ class TurnTimeout(RuntimeError):
     """The turn did not come within the limit; the text says who had it, for a client."""
 
 
+class Listener:
+    """What is said of work with the turn, while it is still held; this one is silent."""
+
+    def failed(self, error: BaseException, name: str) -> None:
+        """The work of ``name``, or its drain, raised ``error``."""
+
+    def broken(self, error: BaseException) -> None:
+        """The turn itself failed: the work runs without it."""
+        logger.error("GPU turn: failed, work goes on without it", exc_info=error)
+
+
 class Span(NamedTuple):
     """One turn. Times are seconds of ``time.monotonic``."""
 
@@ -157,10 +168,12 @@ class GpuTurn:
         *,
         stuck_s: float = 60.0,
         limit_s: float = 600.0,
+        listener: Listener | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stuck_s = stuck_s
         self.limit_s = limit_s
+        self.listener = listener or Listener()
         self.observer: Callable[[Span], None] | None = None
         self._clock = clock
         self._mutex = threading.Lock()

@@ -18,6 +18,7 @@ import wrapt
 
 from omlx_admission import settings as settings_module
 from omlx_admission.hooks.features import FEATURES, MODULES, PARTS, Feature
+from omlx_admission.hooks.gpu import process as gpu_process
 from omlx_admission.hooks.gpu import setting as gpu_setting
 from omlx_admission.hooks.gpu import sites as gpu_sites
 from omlx_admission.hooks.patching import gate
@@ -212,6 +213,7 @@ class Installer:
         with self._lock:
             self._ledger.undo()
             switches.reset()
+            gpu_process.process.reset()
             for verdict in self.report.verdicts:
                 if verdict.state in (State.APPLIED, State.READY):
                     verdict.state = State.FAILED

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import libcst as cst
 
+from omlx_admission.gpu_turn import sites
+from omlx_admission.hooks.gpu.jobs import JOBS
 from omlx_admission.upstream import entries, nested, package
 from omlx_admission.upstream.anchors import find, has
 from omlx_admission.upstream.change import Change, Edit
@@ -82,15 +84,43 @@ def _hands_over(edit: Edit) -> Edit:
     return wrapper
 
 
+def _jobs(
+    module: cst.Module, engine: str, optional: frozenset[str] = frozenset()
+) -> cst.Module:
+    """Each job of one engine's file that is a turn; ``optional`` ones where they are there."""
+    for (place, name), job in JOBS.items():
+        if place != engine or not job.whole:
+            continue
+        if name in optional and not nested.has_function(module, name):
+            continue
+        arguments = [_constant(job.site)]
+        if name not in _OF_BACKENDS:
+            arguments.append("self._model_name")
+            if job.pauses:
+                arguments.append("model")
+        turn = f"gpu_turn.one_turn({', '.join(arguments)})"
+        module = nested.decorate_functions(module, name, turn)
+    return _imported(module, "..")
+
+
+#: Methods of an object that knows no model's name.
+_OF_BACKENDS = ("start_sync", "poll_sync", "close_sync")
+
+
+def _constant(site: sites.Site) -> str:
+    name = next(name for name, value in vars(sites).items() if value is site)
+    return f"gpu_turn.{name}"
+
+
 def embedding(module: cst.Module) -> cst.Module:
     """One batch of texts is one turn."""
-    module = decorate(module, "MLXEmbeddingModel.embed", 'gpu_turn.one_turn("embedding")')
+    module = decorate(module, "MLXEmbeddingModel.embed", "gpu_turn.embedding")
     return _imported(module, "..")
 
 
 def reranker(module: cst.Module) -> cst.Module:
     """One request is one turn, with pauses between its forwards."""
-    module = decorate(module, "MLXRerankerModel.rerank", 'gpu_turn.one_turn("reranker")')
+    module = decorate(module, "MLXRerankerModel.rerank", "gpu_turn.reranker")
     for name, forward in (
         ("_rerank_causal_lm", "logits = self.model(...)"),
         ("_get_jina_hidden_states", "hidden_states = backbone(...)"),
@@ -103,39 +133,19 @@ def reranker(module: cst.Module) -> cst.Module:
 
 
 def text_to_speech(module: cst.Module) -> cst.Module:
-    """One chunk of audio is one turn."""
-    turn = 'gpu_turn.one_turn("text to speech", self._model_name)'
-    module = nested.decorate_functions(module, "_synthesize_sync", turn)
-    module = nested.decorate_functions(module, "_next_pcm_chunk", turn)
-    module = nested.insert_beside(
-        module,
-        "_synthesize_sync",
-        "results = model.generate(...)",
-        "results = gpu_turn.pausing(results)",
-    )
-    return _imported(module, "..")
+    """One chunk of audio is one turn; a file has pauses between its chunks."""
+    return _jobs(module, "tts")
 
 
 def speech_to_text(module: cst.Module) -> cst.Module:
     """One chunk of a stream is one turn; a file has pauses between its windows."""
-    site = '"speech to text"'
-    whole = f"gpu_turn.one_turn({site}, self._model_name, pauses_in=model)"
-    module = nested.decorate_functions(module, "_transcribe_sync", whole)
-    for name in ("_next_chunk", "_decode_segment", "_next_token"):
-        if nested.has_function(module, name) or name == "_next_chunk":
-            turn = f"gpu_turn.one_turn({site}, self._model_name)"
-            module = nested.decorate_functions(module, name, turn)
-    for name in ("start_sync", "poll_sync", "close_sync"):
-        if nested.has_function(module, name):
-            module = nested.decorate_functions(module, name, f"gpu_turn.one_turn({site})")
-    return _imported(module, "..")
+    some = frozenset({"_decode_segment", "_next_token", *_OF_BACKENDS})
+    return _jobs(module, "stt", some)
 
 
 def speech_to_speech(module: cst.Module) -> cst.Module:
     """One file is one turn."""
-    turn = 'gpu_turn.one_turn("speech to speech", self._model_name)'
-    module = nested.decorate_functions(module, "_process_sync", turn)
-    return _imported(module, "..")
+    return _jobs(module, "sts")
 
 
 def vlm(module: cst.Module) -> cst.Module:
@@ -143,12 +153,13 @@ def vlm(module: cst.Module) -> cst.Module:
     engine = "VLMBatchedEngine"
     module = decorate(module, f"{engine}._process_chat_messages", "gpu_turn.vision")
     for name in ("_prepare_diffusion_inputs_from_prompt", "_process_diffusion_chat_messages"):
-        module = decorate(module, f"{engine}.{name}", 'gpu_turn.one_turn("diffusion")')
+        turn = f"gpu_turn.one_turn({_constant(sites.DIFFUSION)})"
+        module = decorate(module, f"{engine}.{name}", turn)
     module = nested.insert_beside(
         module,
         f"{engine}._iter_diffusion_outputs_sync",
         "results = stream_diffusion_generate(...)",
-        'results = gpu_turn.steps(results, "diffusion", self._model_name)',
+        f"results = gpu_turn.steps(results, {_constant(sites.DIFFUSION)}, self._model_name)",
     )
     return _imported(module, "..")
 
@@ -159,7 +170,7 @@ def dflash(module: cst.Module) -> cst.Module:
         module,
         "DFlashEngine._stream_dflash_events",
         "event_iter = stream_dflash_generate(...)",
-        'event_iter = gpu_turn.steps(event_iter, "DFlash", self._model_name)',
+        f"event_iter = gpu_turn.steps(event_iter, {_constant(sites.DFLASH)}, self._model_name)",
     )
     return _imported(module, "..")
 

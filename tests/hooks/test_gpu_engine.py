@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from omlx_admission.gpu.watch import watch
+from omlx_admission.gpu_turn import holding as gpu_hold
+from omlx_admission.gpu_turn import sites as gpu_sites
 from omlx_admission.gpu_turn import turn as gpu_turn
-from omlx_admission.hooks.gpu import engine as gpu_engine
-from omlx_admission.hooks.gpu.hold import holding as gpu_hold
 
 from .conftest import run
 from .gpu_rig import Gate, Model, fake_scheduler, installed
@@ -122,7 +122,7 @@ def test_two_engines_alternate_and_never_overlap(bench: Bench, turn: gpu_turn.Gp
         a, b = bench.core("a"), bench.core("b")
         for core in (a, b):
             stock = core.scheduler.step
-            name = gpu_engine.name_of(core)
+            name = gpu_sites.name_of(core)
 
             def step(stock: Any = stock, name: str = name) -> Any:
                 inside.append(name)
@@ -395,7 +395,7 @@ class TestClosing:
         how: str,
     ) -> None:
         looks: list[None] = []
-        monkeypatch.setattr(gpu_engine, "_publish", lambda _: looks.append(None))
+        monkeypatch.setattr(gpu_sites, "say_decoding", lambda _: looks.append(None))
         monkeypatch.setattr(gpu_turn, "LOOK_S", 2.0)
 
         async def test() -> None:
@@ -438,8 +438,8 @@ class TestClosing:
                     ended.append(type(error))
                 handle = types.SimpleNamespace(_engine=types.SimpleNamespace(engine=a))
                 try:
-                    gpu_engine.vision(lambda: "encoded", handle, (), {})
-                except gpu_engine.EngineClosing as error:
+                    gpu_sites.vision(lambda: "encoded", handle, (), {})
+                except gpu_sites.EngineClosing as error:
                     ended.append(type(error))
                 shutdown()
 
@@ -449,7 +449,7 @@ class TestClosing:
             steps = a.scheduler.steps
             scheduler = a.scheduler
             a.close()
-            assert ended == [concurrent.futures.CancelledError, gpu_engine.EngineClosing]
+            assert ended == [concurrent.futures.CancelledError, gpu_sites.EngineClosing]
             assert scheduler.steps == steps
 
         scenario(bench, test)
@@ -540,13 +540,13 @@ class TestDecodeActivity:
         self, bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks: list[None] = []
-        publish = gpu_engine._publish
+        publish = gpu_sites.say_decoding
 
         def counted(scheduler: Any) -> None:
             publish(scheduler)
             looks.append(None)
 
-        monkeypatch.setattr(gpu_engine, "_publish", counted)
+        monkeypatch.setattr(gpu_sites, "say_decoding", counted)
         activity = pytest.importorskip("omlx.decode_activity", reason="not in this oMLX")
         registry = activity.get_decode_activity()
         registry.clear()
@@ -608,7 +608,7 @@ class TestVision:
                 return "encoded"
 
             def call() -> Any:
-                return gpu_engine.vision(encode, engine, (), {})
+                return gpu_sites.vision(encode, engine, (), {})
 
             assert await loop.run_in_executor(core._mlx_executor, call) == "encoded"
             assert held == [True]
@@ -622,7 +622,7 @@ class TestVision:
             await waits(turn, "v")
             await core.stop()
             core.close()
-            with pytest.raises(gpu_engine.EngineClosing, match="'v' is being unloaded"):
+            with pytest.raises(gpu_sites.EngineClosing, match="'v' is being unloaded"):
                 await waiting
             gate.open()
             await for_a

@@ -13,10 +13,12 @@ import pytest
 
 import standin
 from omlx_admission.gpu.watch import watch
+from omlx_admission.gpu_turn import holding as gpu_hold
+from omlx_admission.gpu_turn import sites
 from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu import shared as gpu_shared
 from omlx_admission.hooks.gpu import sites as gpu_sites
-from omlx_admission.hooks.gpu.hold import holding as gpu_hold
 from omlx_admission.hooks.install import decide
 from omlx_admission.hooks.patching.gate import Source, find
 from omlx_admission.settings import Settings
@@ -116,7 +118,7 @@ def test_bound_methods_and_partials_are_recognised() -> None:
     Engine.poll_sync.__module__ = "omlx.engine.stt"
     job = gpu_jobs.recognise(functools.partial(Engine().poll_sync))
     assert job is not None
-    assert (job.name, job.treatment.site) == ("speaker", "speech to text")
+    assert (job.name, job.treatment.site) == ("speaker", sites.SPEECH_TO_TEXT)
     assert gpu_jobs.recognise(print) is None
     assert gpu_jobs.recognise(functools.partial(print)) is None
 
@@ -339,12 +341,12 @@ class TestSteps:
             finally:
                 closed.append("closed")
 
-        items, *rest = gpu_jobs.dflash_events(lambda: (events(), "flow", {3}), None, (), {})
+        items, *rest = gpu_shared.dflash_events(lambda: (events(), "flow", {3}), None, (), {})
         assert rest == ["flow", {3}]
         assert next(iter(items)) == 1
         items.close()
         assert closed == ["closed"]
-        assert list(gpu_jobs.diffusion_steps(lambda: iter([1, 2]), None, (), {})) == [1, 2]
+        assert list(gpu_shared.diffusion_steps(lambda: iter([1, 2]), None, (), {})) == [1, 2]
 
     def test_one_document_one_forward(
         self, executor: Any, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
@@ -369,11 +371,11 @@ class TestSteps:
             assert reranker.model.layers == 3
             return [reranker.model(n) for n in range(3)]
 
-        assert gpu_jobs.causal_documents(documents, reranker, (), {}) == [3, 4, 5]
+        assert gpu_shared.causal_documents(documents, reranker, (), {}) == [3, 4, 5]
         assert len(pauses) == 3
         assert reranker.model is own
         with pytest.raises(ZeroDivisionError):
-            gpu_jobs.causal_documents(lambda: 1 // 0, reranker, (), {})
+            gpu_shared.causal_documents(lambda: 1 // 0, reranker, (), {})
         assert reranker.model is own
 
 
@@ -391,8 +393,8 @@ def test_embedder_and_reranker_hold_the_turn_for_their_forward(
 
     def both() -> list[Any]:
         return [
-            gpu_jobs.embed(forward, Model(), ("x",), {}),
-            gpu_jobs.rerank(forward, Model(), ("y",), {}),
+            gpu_shared.embed(forward, Model(), ("x",), {}),
+            gpu_shared.rerank(forward, Model(), ("y",), {}),
         ]
 
     assert executor.submit(both).result(PATIENCE_S) == [(True, ("x",)), (True, ("y",))]
@@ -502,7 +504,7 @@ def test_every_job_of_the_global_executor_is_known(pytestconfig: pytest.Config) 
 
 def test_the_list_of_sites_names_every_treatment() -> None:
     names = {site.name for site in gpu_sites.SITES if site.covered}
-    assert {t.site for t in gpu_jobs.JOBS.values()} <= names
+    assert {t.site.name for t in gpu_jobs.JOBS.values()} <= names
     assert all(site.note for site in gpu_sites.SITES)
 
 

@@ -16,9 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from omlx_admission.gpu_turn import holding as gpu_hold
 from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.gpu_turn.turn import GpuTurn, TurnAbandoned
-from omlx_admission.hooks.gpu.hold import holding as gpu_hold
 
 PATIENCE_S = 20.0
 OWNERS = ("x", "y")

@@ -15,6 +15,7 @@ import pytest
 from omlx_admission.hooks import install
 from omlx_admission.hooks.features import FEATURES, PARTS
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu import shared as gpu_shared
 from omlx_admission.hooks.gpu import watch as gpu_watch
 from omlx_admission.hooks.install import State
 from omlx_admission.hooks.patching import gate
@@ -177,10 +178,10 @@ def test_a_failing_optional_part_takes_back_what_it_has_done_itself(
 
     def half(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
         ledger.on_undo(lambda: undone.append("it"))
-        ledger.wrap(module, "MLXEmbeddingModel.embed", gpu_jobs.embed)
-        ledger.wrap(module, "MLXEmbeddingModel.gone", gpu_jobs.embed)
+        ledger.wrap(module, "MLXEmbeddingModel.embed", gpu_shared.embed)
+        ledger.wrap(module, "MLXEmbeddingModel.gone", gpu_shared.embed)
 
-    mocker.patch.object(install, "PARTS", parts_with(gpu_jobs.apply_embedding, half))
+    mocker.patch.object(install, "PARTS", parts_with(gpu_shared.apply_embedding, half))
     one = installer(serialize_engine_gpu=True)
     core = vars(omlx.engine_core.EngineCore)
     for module in (omlx.scheduler, omlx.engine_core, omlx.engine_pool, omlx.models.embedding):

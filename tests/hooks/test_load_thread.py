@@ -12,6 +12,7 @@ import pytest
 
 from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu.process import process
 from omlx_admission.hooks.patching.gate import find
 from omlx_admission.hooks.pool import load_thread
 
@@ -173,7 +174,7 @@ def test_undone_loads_go_back(module: Any) -> None:
         executor.submit(load(where)).result(PATIENCE_S)
     assert "submit" not in vars(executor)
     assert executor.submit(load(where)).result(PATIENCE_S) == "mlx-global"
-    assert gpu_jobs.executors._route is None
+    assert process.executors._route is None
 
 
 def test_off_it_is_not_there(module: Any) -> None:

@@ -107,7 +107,7 @@ async def test_p1_c4_a_load_at_work_is_not_thrown_away(
     mocker: Any,
 ) -> None:
     """Whoever waited is refused, however often; whoever waits at its end is served."""
-    from omlx_admission.hooks.gpu import jobs as gpu_jobs
+    from omlx_admission.hooks.gpu import process as gpu_process
 
     elsewhere = importlib.import_module("concurrent.futures").ThreadPoolExecutor(1)
 
@@ -115,7 +115,7 @@ async def test_p1_c4_a_load_at_work_is_not_thrown_away(
         return elsewhere.submit(function, *args, **kwargs)
 
     if own_thread:
-        mocker.patch.object(gpu_jobs.executors, "_route", route)
+        mocker.patch.object(gpu_process.process.executors, "_route", route)
     house = make_house(max_wait_s=1.0)
     thread = on_the_thread(house)
     for _ in range(3):

@@ -18,6 +18,7 @@ import pytest
 import standin
 from omlx_admission import hooks
 from omlx_admission.core import pool as core_pool
+from omlx_admission.gpu_turn import sites as gpu_turn_sites
 from omlx_admission.hooks.features import FEATURES
 from omlx_admission.hooks.patching.gate import Kind
 
@@ -79,12 +80,16 @@ ALLOWED = {
 
 #: What of the core reads oMLX's pool.
 CORE = Path(core_pool.__file__).parent
+#: What of the turn reads oMLX's engines.
+SITES = Path(gpu_turn_sites.__file__)
 
 
 def _place(path: Path) -> str:
     """Where the file is below ``hooks/``, or in the core; its name elsewhere."""
     if path.parent == CORE:
         return f"core/pool/{path.name}"
+    if path == SITES:
+        return "gpu_turn/sites.py"
     root = Path(hooks.__file__).parent
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
 
@@ -128,7 +133,7 @@ NEEDED = {
     for need in (*feature.needs, *feature.native)
     if need.kind not in (Kind.USED, Kind.JOBS)
 }
-FILES = sorted([*Path(hooks.__file__).parent.rglob("*.py"), *CORE.rglob("*.py")])
+FILES = sorted([*Path(hooks.__file__).parent.rglob("*.py"), *CORE.rglob("*.py"), SITES])
 
 
 def missing(path: Path) -> set[str]:
@@ -178,8 +183,9 @@ NOT_THEIRS = {
     "core/pool/engines.py:done": "asyncio's, of a task",
     "pool/prompt_guard.py:status_code": "Starlette's, of an answer raised as an error",
     "gpu/engine.py:name": "KEEP_WARM, which has rows",
-    "gpu/jobs.py:name": "a model's own methods, of the libraries for speech",
-    "gpu/jobs.py:submit": "Python's, of an executor",
+    "gpu/executors.py:submit": "Python's, of an executor",
+    "gpu/shared.py:name": "a reranker's model's own",
+    "gpu_turn/sites.py:name": "a model's own methods, of the libraries for speech",
     "gpu/native.py:current": "of the change that brings the turn to oMLX",
     "gpu/setting.py:KEY": "ours, put on oMLX's settings",
     "gpu/watch.py:tokens": "mlx-lm's",

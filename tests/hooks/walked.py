@@ -11,6 +11,7 @@ import wrapt
 
 from omlx_admission.hooks import install
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu import shared as gpu_shared
 from omlx_admission.surfaces import applied
 
 _OURS = "omlx_admission."
@@ -69,7 +70,7 @@ def rest(gpu_turn: bool) -> dict[str, list[str]]:
         "omlx.server:app.router.routes": [", ".join(routes)] if routes else [],
     }
     if is_ours(vars(omlx.engine_core.get_mlx_executor()).get("submit")):
-        found[gpu_jobs.SUBMIT] = ["hooks.gpu.jobs.Executors.prepare"]
+        found[gpu_jobs.SUBMIT] = ["hooks.gpu.executors.Executors.prepare"]
     if gpu_turn:
         found |= in_use()
     return {name: layers for name, layers in found.items() if layers}
@@ -79,14 +80,14 @@ def in_use() -> dict[str, list[str]]:
     """What each kind of job changes on its model while it runs."""
     found = {}
     for kind in gpu_jobs.JOBS.values():
-        names = (*kind.steps, *((kind.items,) if kind.items else ()))
+        names = (*kind.site.steps, *kind.site.items)
         model = type("Model", (), dict.fromkeys(names, lambda self: ()))()
         job = gpu_jobs.Job(kind, "job", model)
-        for name in gpu_jobs.take_turn(job, lambda model=model: list(vars(model))):
-            found[f"model of {kind.site}: {name}"] = ["hooks.gpu.jobs._with_pauses"]
+        for name in gpu_shared.take_turn(job, lambda model=model: list(vars(model))) or ():
+            found[f"model of {kind.site.name}: {name}"] = ["gpu_turn.sites.shared"]
     reranker = SimpleNamespace(model=print)
-    seen = gpu_jobs.causal_documents(lambda: reranker.model, reranker, (), {})
-    found["model of reranker: model"] = [f"hooks.gpu.jobs.{type(seen).__name__}"]
+    seen = gpu_shared.causal_documents(lambda: reranker.model, reranker, (), {})
+    found["model of reranker: model"] = [f"hooks.gpu.shared.{type(seen).__name__}"]
     return found
 
 

@@ -78,14 +78,9 @@ def _takes_turns_itself() -> bool:
 
 def _inside(gpu_turn: Any, work: Any) -> None:
     """Make its decorators wrap what is written down instead of the bare method."""
-    burst, one_turn = gpu_turn.burst, gpu_turn.one_turn
-
-    def written_turn(site: str, *args: Any, **kwargs: Any) -> Any:
-        decorate = one_turn(site, *args, **kwargs)
-        return lambda f: decorate(_written(f, work)) if site == "embedding" else decorate(f)
-
+    burst, embedding = gpu_turn.burst, gpu_turn.embedding
     gpu_turn.burst = lambda method: burst(_written(method, work))
-    gpu_turn.one_turn = written_turn
+    gpu_turn.embedding = lambda method: embedding(_written(method, work))
 
 
 def _written(method: Any, work: Any) -> Any:

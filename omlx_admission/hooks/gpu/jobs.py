@@ -9,23 +9,13 @@ job begins with a wait of oMLX's own, which must not be spent holding the GPU.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import inspect
-import logging
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omlx_admission.core import faults, load_work
-from omlx_admission.gpu_turn.turn import TurnTimeout
-from omlx_admission.hooks.gpu.hold import holding as gpu_hold
+from omlx_admission.gpu_turn import sites
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
-from omlx_admission.hooks.patching.ledger import Ledger, named
-from omlx_admission.hooks.patching.part import Wanted
-
-logger = logging.getLogger("omlx.admission")
 
 CORE = "omlx.engine_core"
 EMBEDDING = "omlx.models.embedding"
@@ -83,38 +73,39 @@ class Treatment:
     """How a job of the global executor is treated.
 
     Attributes:
-        site: its name in `hooks.gpu.sites`.
+        site: the kind of its work.
         whole: the turn is taken round the whole job (else deeper inside it).
+        pauses: others get their turn between the steps of its model.
         optional: it runs without the turn rather than fail for want of it.
         answers: its caller waits for what the job itself delivers, not for its end, and
             would wait indefinitely for a job that never ran: after a wait to the limit it
             runs without the turn.
-        steps: methods of the job's model between whose calls others get their turn.
-        items: a method of the model whose items are such steps.
     """
 
-    site: str
+    site: sites.Site
     whole: bool = True
+    pauses: bool = False
     optional: bool = False
     answers: bool = False
-    steps: tuple[str, ...] = ()
-    items: str | None = None
 
 
-_SPEECH_TO_TEXT = Treatment(
-    "speech to text", steps=("decode", "_generate_single_chunk", "decode_chunk")
+_SPEECH_TO_TEXT = Treatment(sites.SPEECH_TO_TEXT, pauses=True)
+_DIFFUSION = Treatment(sites.DIFFUSION)
+_DFLASH = Treatment(sites.DFLASH)
+#: Clears on the global thread.
+CLEAR = sites.Site(
+    "cache clear",
+    "clears on the global thread; wait at most 5 s, then go on without",
 )
-_DIFFUSION = Treatment("diffusion")
-_DFLASH = Treatment("DFlash")
-_CLEAR = Treatment("cache clear", optional=True)
+_CLEAR = Treatment(CLEAR, optional=True)
 
 #: (module's last part or None for any, function name) -> treatment.
 JOBS: dict[tuple[str | None, str], Treatment] = {
-    ("embedding", "_embed_sync"): Treatment("embedding", whole=False),
-    ("embedding", "_execute_microbatch"): Treatment("embedding", whole=False),
-    ("reranker", "_rerank_sync"): Treatment("reranker", whole=False),
-    ("tts", "_synthesize_sync"): Treatment("text to speech", items="generate"),
-    ("tts", "_next_pcm_chunk"): Treatment("text to speech"),
+    ("embedding", "_embed_sync"): Treatment(sites.EMBEDDING, whole=False),
+    ("embedding", "_execute_microbatch"): Treatment(sites.EMBEDDING, whole=False),
+    ("reranker", "_rerank_sync"): Treatment(sites.RERANKER, whole=False),
+    ("tts", "_synthesize_sync"): Treatment(sites.TEXT_TO_SPEECH, pauses=True),
+    ("tts", "_next_pcm_chunk"): Treatment(sites.TEXT_TO_SPEECH),
     ("stt", "_transcribe_sync"): _SPEECH_TO_TEXT,
     ("stt", "_decode_segment"): _SPEECH_TO_TEXT,
     ("stt", "_next_chunk"): _SPEECH_TO_TEXT,
@@ -122,7 +113,7 @@ JOBS: dict[tuple[str | None, str], Treatment] = {
     ("stt", "start_sync"): _SPEECH_TO_TEXT,
     ("stt", "poll_sync"): _SPEECH_TO_TEXT,
     ("stt", "close_sync"): _SPEECH_TO_TEXT,
-    ("sts", "_process_sync"): Treatment("speech to speech"),
+    ("sts", "_process_sync"): Treatment(sites.SPEECH_TO_SPEECH),
     ("vlm", "_worker"): replace(_DIFFUSION, answers=True),
     ("vlm", "_prepare_diffusion_inputs_from_prompt"): _DIFFUSION,
     ("vlm", "_process_diffusion_chat_messages"): _DIFFUSION,
@@ -146,11 +137,6 @@ class Job:
     model: Any
 
 
-Layer = Callable[[Job, Callable[[], Any]], Any]
-#: Given the executor's own ``submit`` and a job: where it goes instead, None: nowhere else.
-Route = Callable[[Callable[..., Any], Any, Any, Any], concurrent.futures.Future[Any] | None]
-
-
 def recognise(function: Any) -> Job | None:
     """What ``function``, handed to the global executor, is; None: not GPU work of ours."""
     while isinstance(function, functools.partial):
@@ -171,16 +157,8 @@ def recognise(function: Any) -> Job | None:
     model = _free(function, "model")
     text = getattr(owner, "_model_name", None) or getattr(model, "model_name", None)
     if not isinstance(text, str) or not text:
-        text = kind.site
-    return Job(kind, os.path.basename(text.rstrip("/")), model)
-
-
-def _known(function: Any) -> Job | None:
-    try:
-        return recognise(function)
-    except Exception as error:  # noqa: BLE001 - any callable may be handed in
-        faults.note("a job of the global thread", error)
-        return None
+        text = kind.site.name
+    return Job(kind, sites.short(text), model)
 
 
 def _free(function: Any, name: str) -> Any:
@@ -193,268 +171,3 @@ def _free(function: Any, name: str) -> Any:
         return function.__closure__[names.index(name)].cell_contents
     except ValueError:
         return None  # not assigned yet
-
-
-class Executors:
-    """Layers round the jobs of the global executor, shared by the features that need them,
-    a way past it, and whose load they belong to.
-
-    The executor object stays oMLX's own, with one instance attribute more, so that its
-    replacement or shutdown by oMLX works unchanged.
-    """
-
-    def __init__(self) -> None:
-        self._layers: list[Layer] = []
-        self._route: Route | None = None
-        self._changed: list[Any] = []
-
-    def add(self, module: Any, ledger: Ledger, layer: Layer) -> None:
-        """Put ``layer`` outside those that are there."""
-        self._watch(module, ledger)
-        self._layers.append(layer)
-
-    def send(self, module: Any, ledger: Ledger, route: Route) -> None:
-        """Ask ``route`` where a job goes before anything else is done with it."""
-        self._watch(module, ledger)
-        self._route = route
-
-    def _watch(self, module: Any, ledger: Ledger) -> None:
-        """The first one wraps the getter."""
-        if not self._layers and self._route is None:
-            ledger.wrap(module, "get_mlx_executor", self._get)
-            if module._global_mlx_executor is not None:
-                self.prepare(module._global_mlx_executor)
-        ledger.changed(SUBMIT, named(self.prepare), self.undo)
-
-    def _get(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
-        executor = wrapped(*args, **kwargs)
-        # Modules that imported the getter by name keep this wrapper after undo.
-        if self._layers or self._route is not None:
-            self.prepare(executor)
-        return executor
-
-    def may_prepare(self, ledger: Ledger) -> None:
-        """Executors may be changed from now on without layers: to see whose load runs."""
-        ledger.changed(SUBMIT, named(self.prepare), self.let_go)
-
-    def prepare(self, executor: Any) -> bool:
-        """See to it that the jobs of ``executor`` pass here; whether they do."""
-        if not isinstance(executor, concurrent.futures.ThreadPoolExecutor):
-            return False
-        if executor in self._changed:
-            return True
-        if "submit" in vars(executor):
-            return False
-        stock = executor.submit
-
-        def submit(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            future = self._submit(stock, function, args, kwargs)
-            load_work.note(future)
-            return future
-
-        executor.submit = submit  # type: ignore[method-assign]
-        self._changed.append(executor)
-        return True
-
-    def _submit(self, stock: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        if self._route is not None:
-            elsewhere = self._route(stock, function, args, kwargs)
-            if elsewhere is not None:
-                return elsewhere
-        job = _known(function) if self._layers else None
-        if job is None:
-            return stock(function, *args, **kwargs)
-        return stock(self._run, job, function, args, kwargs)
-
-    def _run(self, job: Job, function: Any, args: Any, kwargs: Any) -> Any:
-        call = functools.partial(function, *args, **kwargs)
-        for layer in self._layers:
-            call = functools.partial(layer, job, call)
-        return call()
-
-    def undo(self) -> None:
-        """Neither layers nor a way past it any more."""
-        self._layers.clear()
-        self._route = None
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Leave every executor as it was, unless layers or the way past it need it."""
-        if self._layers or self._route is not None:
-            return
-        for executor in self._changed:
-            vars(executor).pop("submit", None)
-        self._changed.clear()
-
-
-executors = Executors()
-
-
-def drain_global() -> None:
-    """What the global thread may have in flight: its default stream and the libraries'."""
-    gpu_hold.drain(modules=True)
-
-
-def take_turn(job: Job, call: Callable[[], Any]) -> Any:
-    """The layer of the turn."""
-    kind = job.treatment
-    if not kind.whole:
-        return call()
-    if (kind.steps or kind.items) and job.model is not None:
-        call = functools.partial(_with_pauses, job.model, kind, call)
-    try:
-        return gpu_hold.held(job.name, kind.site, call, drain_global, optional=kind.optional)
-    except TurnTimeout:
-        if not kind.answers:
-            raise
-        # It has not begun: what such a job raises itself goes to its reader.
-        logger.warning(
-            "admission: '%s' (%s) waited too long for its turn on the GPU and runs without it",
-            job.name,
-            kind.site,
-        )
-        return call()
-
-
-def _with_pauses(model: Any, kind: Treatment, call: Callable[[], Any]) -> Any:
-    """Run ``call`` while the model's own methods make room for others between steps.
-
-    The methods are shadowed on the instance for the time of the job; the global thread
-    is the only one that uses this model.
-    """
-    shadowed: list[str] = []
-    own = getattr(model, "__dict__", None)
-    for name in (*kind.steps, *((kind.items,) if kind.items else ())):
-        method = getattr(model, name, None)
-        if own is None or not callable(method) or name in own:
-            continue
-        shadow = _items(method) if name == kind.items else _step(method)
-        try:
-            object.__setattr__(model, name, shadow)
-        except (AttributeError, TypeError):
-            continue
-        shadowed.append(name)
-    try:
-        return call()
-    finally:
-        for name in shadowed:
-            object.__delattr__(model, name)
-
-
-def _items(method: Any) -> Any:
-    @functools.wraps(method)
-    def shadow(*args: Any, **kwargs: Any) -> Any:
-        items = method(*args, **kwargs)
-        return gpu_hold.YieldingIterator(items) if hasattr(items, "__iter__") else items
-
-    return shadow
-
-
-def _step(method: Any) -> Any:
-    @functools.wraps(method)
-    def shadow(*args: Any, **kwargs: Any) -> Any:
-        gpu_hold.yield_turn()
-        return method(*args, **kwargs)
-
-    return shadow
-
-
-# --- models that are wrapped themselves ---------------------------------------------------
-
-
-def _model_name(model: Any) -> str:
-    name = getattr(model, "model_name", None)
-    return os.path.basename(name.rstrip("/")) if isinstance(name, str) else "embedder"
-
-
-def embed(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
-    """One batch of texts is one forward and one turn."""
-    return gpu_hold.held(
-        _model_name(model), "embedding", lambda: wrapped(*args, **kwargs), drain_global
-    )
-
-
-def rerank(wrapped: Any, model: Any, args: Any, kwargs: Any) -> Any:
-    """The documents of one request; others get their turn between two forwards."""
-    return gpu_hold.held(
-        _model_name(model), "reranker", lambda: wrapped(*args, **kwargs), drain_global
-    )
-
-
-def jina_forward(wrapped: Any, _model: Any, args: Any, kwargs: Any) -> Any:
-    """One forward of a Jina reranker."""
-    gpu_hold.yield_turn()
-    return wrapped(*args, **kwargs)
-
-
-class _PausingModel:
-    """Stands for the language model of a reranker that is asked once per document."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        gpu_hold.yield_turn()
-        return self._model(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-def causal_documents(wrapped: Any, reranker: Any, args: Any, kwargs: Any) -> Any:
-    """A language model as reranker: one forward per document."""
-    model = getattr(reranker, "model", None)
-    if not callable(model) or isinstance(model, _PausingModel):
-        return wrapped(*args, **kwargs)
-    reranker.model = _PausingModel(model)
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        reranker.model = model
-
-
-def dflash_events(wrapped: Any, _engine: Any, args: Any, kwargs: Any) -> Any:
-    """Each event of a DFlash generation is a step."""
-    result = wrapped(*args, **kwargs)
-    if isinstance(result, tuple) and result and hasattr(result[0], "__iter__"):
-        return (gpu_hold.YieldingIterator(result[0]), *result[1:])
-    return result
-
-
-def diffusion_steps(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
-    """Each denoising step that mlx-vlm reports is a step."""
-    return gpu_hold.YieldingIterator(wrapped(*args, **kwargs))
-
-
-def apply_core(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
-    """Take turns for the jobs of the global executor."""
-    executors.add(module, ledger, take_turn)
-    for kind in dict.fromkeys(JOBS.values()):
-        for name in (*kind.steps, *((kind.items,) if kind.items else ())):
-            ledger.while_in_use(f"model of {kind.site}: {name}", named(_with_pauses))
-
-
-def apply_embedding(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
-    """Wrap the embedder's forward."""
-    ledger.wrap_if_there(module, "MLXEmbeddingModel.embed", embed)
-
-
-def apply_reranker(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
-    """Wrap the reranker, and its forwards where it makes many."""
-    for name, wrapper in (
-        ("rerank", rerank),
-        ("_get_jina_hidden_states", jina_forward),
-        ("_rerank_causal_lm", causal_documents),
-    ):
-        ledger.wrap_if_there(module, f"MLXRerankerModel.{name}", wrapper)
-    ledger.while_in_use("model of reranker: model", named(_PausingModel))
-
-
-def apply_dflash(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
-    """Pause between the events of a DFlash generation."""
-    ledger.wrap_if_there(module, "DFlashEngine._stream_dflash_events", dflash_events)
-
-
-def apply_diffusion(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
-    """Pause between mlx-vlm's denoising steps."""
-    ledger.wrap_if_there(module, "stream_diffusion_generate", diffusion_steps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from omlx_admission.gpu_turn import sites
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.patching.gate import Kind, Need, Source
@@ -39,67 +40,33 @@ def _jobs(module: str, *others: str) -> Need:
     return Need(f"omlx.engine.{module}", "get_mlx_executor", Kind.JOBS, jobs=(*known, *others))
 
 
+def _covered(site: sites.Site, anchor: Need, jobs: Need | None = None) -> Site:
+    return Site(site.name, True, site.note, anchor, jobs)
+
+
 SITES: tuple[Site, ...] = (
-    Site(
-        "decode burst",
-        True,
-        "one burst a turn: decode, prefill chunks, MTP, prefix restore and what else a "
-        "scheduler step does; an unchunked prefill is one turn",
-        gpu_engine.STEP,
-    ),
-    Site(
-        "failure clean-up",
-        True,
-        f"waits at most {5:.0f} s, then goes on without: clean-up must happen",
-        gpu_engine.FAIL_ALL,
-    ),
-    Site(
-        "vision encoding",
-        True,
-        "one chat's images and audio a turn",
-        replace(gpu_engine.VISION, optional=False),
-    ),
-    Site(
-        "embedding",
-        True,
-        "one forward a turn, inside any fairness wait of oMLX's own",
-        gpu_jobs.EMBED,
-        _jobs("embedding", "load", "close"),
-    ),
-    Site(
-        "reranker",
-        True,
-        "others get their turn between two forwards",
-        gpu_jobs.RERANK,
-        _jobs("reranker", "load", "close"),
-    ),
-    Site(
-        "text to speech",
-        True,
-        "one chunk of audio a turn",
+    _covered(sites.BURST, gpu_engine.STEP),
+    _covered(sites.CLEAN_UP, gpu_engine.FAIL_ALL),
+    _covered(sites.VISION, replace(gpu_engine.VISION, optional=False)),
+    _covered(sites.EMBEDDING, gpu_jobs.EMBED, _jobs("embedding", "load", "close")),
+    _covered(sites.RERANKER, gpu_jobs.RERANK, _jobs("reranker", "load", "close")),
+    _covered(
+        sites.TEXT_TO_SPEECH,
         Need("omlx.engine.tts", "TTSEngine", Kind.CLASS),
         _jobs("tts", "_load_sync"),
     ),
-    Site(
-        "speech to text",
-        True,
-        "streams: one chunk a turn; files: others get their turn between two windows where "
-        "the model decodes window by window (Whisper, Parakeet, Qwen3-ASR), else the whole "
-        "file is one turn",
+    _covered(
+        sites.SPEECH_TO_TEXT,
         Need("omlx.engine.stt", "STTEngine", Kind.CLASS),
         _jobs("stt", "_load_sync", "_load_audio_samples"),
     ),
-    Site(
-        "speech to speech",
-        True,
-        "one file is one turn: its models offer no step between",
+    _covered(
+        sites.SPEECH_TO_SPEECH,
         Need("omlx.engine.sts", "STSEngine", Kind.CLASS),
         _jobs("sts", "_load_sync"),
     ),
-    Site(
-        "diffusion",
-        True,
-        "others get their turn between two denoising steps that mlx-vlm reports",
+    _covered(
+        sites.DIFFUSION,
         Need(
             gpu_engine.VLM,
             "VLMBatchedEngine._iter_diffusion_outputs_sync",
@@ -107,29 +74,16 @@ SITES: tuple[Site, ...] = (
         ),
         replace(_jobs("vlm"), jobs=load_thread.KNOWN),
     ),
-    Site(
-        "DFlash",
-        True,
-        "others get their turn between two events; a stream of its own library is waited "
-        "for by the evaluation of each event only",
+    _covered(
+        sites.DFLASH,
         replace(gpu_jobs.DFLASH_EVENTS, optional=False),
         _jobs("dflash", "_load_models"),
     ),
     *(
-        Site(
-            "keep-warm",
-            True,
-            "gives way to requests; runs without the turn after 5 s",
-            Need(gpu_engine.CORE, f"EngineCore.{name}", Kind.SYNC),
-        )
+        _covered(sites.KEEP_WARM, Need(gpu_engine.CORE, f"EngineCore.{name}", Kind.SYNC))
         for name in gpu_engine.KEEP_WARM
     ),
-    Site(
-        "cache clear",
-        True,
-        "clears on the global thread; wait at most 5 s, then go on without",
-        gpu_jobs.EXECUTOR,
-    ),
+    _covered(gpu_jobs.CLEAR, gpu_jobs.EXECUTOR),
     Site(
         "store worker",
         False,

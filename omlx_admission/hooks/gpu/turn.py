@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu import shared as gpu_shared
+from omlx_admission.hooks.gpu.process import process
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
 
@@ -16,27 +17,22 @@ GIVE_UP_TIMES = 10.0
 GIVE_UP_AT_LEAST_S = 300.0
 
 
-def apply_turn(_module: Any, ledger: Ledger, wanted: Wanted) -> None:
+def apply_turn(_module: Any, _ledger: Ledger, wanted: Wanted) -> None:
     """Make the turn of this process, before anything can ask for it."""
-    stuck_s = wanted.settings.gpu_stuck_s or float("inf")
-    limit_s = max(GIVE_UP_AT_LEAST_S, GIVE_UP_TIMES * wanted.settings.gpu_stuck_s)
-    gpu_turn.current = gpu_turn.GpuTurn(stuck_s=stuck_s, limit_s=limit_s)
-
-    def undo() -> None:
-        # Waiters and the holder keep the object that they know; no new ones come.
-        gpu_turn.current = None
-
-    ledger.on_undo(undo)
+    process.take_turns(
+        stuck_s=wanted.settings.gpu_stuck_s or float("inf"),
+        limit_s=max(GIVE_UP_AT_LEAST_S, GIVE_UP_TIMES * wanted.settings.gpu_stuck_s),
+    )
 
 
 PARTS = (
     Part(gpu_engine.SCHEDULER, gpu_engine.apply_scheduler),
     Part(gpu_engine.CORE, apply_turn),
     Part(gpu_engine.CORE, gpu_engine.apply_core),
-    Part(gpu_engine.CORE, gpu_jobs.apply_core),
+    Part(gpu_engine.CORE, gpu_shared.apply_core),
     Part(gpu_engine.VLM, gpu_engine.apply_vlm, optional=True),
-    Part(gpu_jobs.EMBEDDING, gpu_jobs.apply_embedding, optional=True),
-    Part(gpu_jobs.RERANKER, gpu_jobs.apply_reranker, optional=True),
-    Part(gpu_jobs.DFLASH, gpu_jobs.apply_dflash, optional=True),
-    Part(gpu_jobs.DIFFUSION, gpu_jobs.apply_diffusion, optional=True),
+    Part(gpu_jobs.EMBEDDING, gpu_shared.apply_embedding, optional=True),
+    Part(gpu_jobs.RERANKER, gpu_shared.apply_reranker, optional=True),
+    Part(gpu_jobs.DFLASH, gpu_shared.apply_dflash, optional=True),
+    Part(gpu_jobs.DIFFUSION, gpu_shared.apply_diffusion, optional=True),
 )

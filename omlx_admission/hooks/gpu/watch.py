@@ -21,9 +21,11 @@ from omlx_admission.gpu.exposure_file import FILE_NAME, Versions, system_version
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
 from omlx_admission.gpu.faults import GpuFault
 from omlx_admission.gpu.watch import GpuFaultError, watch
+from omlx_admission.gpu_turn import sites
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.gpu import native as gpu_native
+from omlx_admission.hooks.gpu.process import process
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
@@ -99,7 +101,7 @@ def _longest(scheduler: Any) -> int:
 
 def step_burst(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     """Note that the engine is busy, look at what the burst raises or reports."""
-    name = gpu_engine.name_of(core)
+    name = sites.name_of(core)
     _thread.engine = name
     scheduler = core.scheduler
     try:
@@ -148,7 +150,7 @@ def sweep(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     """About once a second per engine, on the event loop."""
     try:
         if core.scheduler is not None and not any(_queues(core.scheduler)):
-            watch.idle(gpu_engine.name_of(core))
+            watch.idle(sites.name_of(core))
     except Exception as error:  # noqa: BLE001
         faults.note("the exposure ledger", error)
     return wrapped(*args, **kwargs)
@@ -159,7 +161,7 @@ async def stop(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     try:
         return await wrapped(*args, **kwargs)
     finally:
-        watch.idle(gpu_engine.name_of(core))
+        watch.idle(sites.name_of(core))
 
 
 def close(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
@@ -167,7 +169,7 @@ def close(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     try:
         return wrapped(*args, **kwargs)
     finally:
-        watch.idle(gpu_engine.name_of(core))
+        watch.idle(sites.name_of(core))
 
 
 def fail_all(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
@@ -182,7 +184,7 @@ def fail_all(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
 def vision(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     """Vision encoding is work of its engine, and may meet a fault."""
     core = getattr(getattr(engine, "_engine", None), "engine", None)
-    name = gpu_engine.name_of(core) if core is not None else "vision"
+    name = sites.name_of(core) if core is not None else "vision"
     _thread.engine = name
     try:
         return wrapped(*args, **kwargs)
@@ -302,10 +304,9 @@ def apply_core(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     ledger.wrap(module, "EngineCore._reap_orphaned_collectors", sweep)
     ledger.wrap(module, "EngineCore.stop", stop)
     ledger.wrap(module, "EngineCore.close", close)
-    gpu_jobs.executors.add(module, ledger, job)
+    process.executors.add(module, ledger, job)
     ledger.wrap(module.mx, "synchronize", synchronize)
-    ours, watch.turn = watch.turn, gpu_native.current
-    ledger.on_undo(lambda: setattr(watch, "turn", ours))
+    watch.turn = gpu_native.current
 
 
 def apply_scheduler(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
@@ -333,7 +334,7 @@ def apply_mtp(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     ledger.wrap_if_there(module, "_reconcile_mtp_to_standard", reconcile)
 
 
-def apply_exit(_module: Any, ledger: Ledger, _wanted: Wanted) -> None:
+def apply_exit(_module: Any, _ledger: Ledger, _wanted: Wanted) -> None:
     """End a process that the driver ignores, the way oMLX ends itself."""
 
     def leave(reason: str) -> None:
@@ -342,11 +343,6 @@ def apply_exit(_module: Any, ledger: Ledger, _wanted: Wanted) -> None:
         fatal_exit(reason)
 
     watch.exit = leave
-
-    def undo() -> None:
-        watch.exit = None
-
-    ledger.on_undo(undo)
 
 
 #: What both features that watch want wrapped: where both are on, by the first one.

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu.process import process
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
@@ -144,8 +145,8 @@ def _tidy() -> None:
 def apply(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Send loads to a thread of their own."""
     thread = LoadThread()
-    gpu_jobs.executors.send(module, ledger, thread.route)
-    ledger.on_undo(thread.stop)
+    process.executors.send(module, ledger, thread.route)
+    process.stop_loads = thread.stop
 
 
 PARTS = (Part(gpu_jobs.CORE, apply),)

@@ -22,6 +22,7 @@ from typing import Any
 from omlx_admission.core import faults
 from omlx_admission.core.pool.engines import runs
 from omlx_admission.core.uninterrupted import to_its_end
+from omlx_admission.gpu_turn import sites as gpu_sites
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
@@ -80,7 +81,7 @@ async def stop(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     setattr(engine, _ATTRIBUTE, done)
     return await to_its_end(
         _stop(wrapped, engine, core, args, kwargs),
-        f"admission-stop:{gpu_engine.name_of(core)}",
+        f"admission-stop:{gpu_sites.name_of(core)}",
     )
 
 
@@ -167,7 +168,7 @@ async def add_request(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
         EngineClosing: it does. In stock the caller finds no core at all, or waits for ever.
     """
     if vars(core).get(_ATTRIBUTE) or not runs(core):
-        raise EngineClosing(f"model '{gpu_engine.name_of(core)}' was unloaded meanwhile")
+        raise EngineClosing(f"model '{gpu_sites.name_of(core)}' was unloaded meanwhile")
     return await wrapped(*args, **kwargs)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from omlx_admission.core.policy.model import Target
 from omlx_admission.core.pool.port import EnginePoolPort, refused_class
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu.process import process
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.pool import ceiling, dead, leases, phantom, resident, stalled
 from omlx_admission.hooks.pool.state import state_of, unloading_models
@@ -124,7 +125,7 @@ class OmlxPool(EnginePoolPort):
 
     def sees_jobs(self) -> bool:
         """Whether the executor of loads could be wrapped."""
-        return gpu_jobs.executors.prepare(sys.modules[gpu_jobs.CORE].get_mlx_executor())
+        return process.executors.prepare(sys.modules[gpu_jobs.CORE].get_mlx_executor())
 
 
 def _exceptions() -> Any:

@@ -31,6 +31,7 @@ from omlx_admission.core.pool.admission import PoolAdmission
 from omlx_admission.core.pool.port import load_at_hand
 from omlx_admission.core.queue import QueueBroken
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu.process import process
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted
@@ -358,7 +359,7 @@ def apply(module: Any, ledger: Ledger, wanted: Wanted) -> None:
     ledger.wrap(module, "EnginePool._mark_pending_unload_locked", pending.mark)
     ledger.wrap(module, "EnginePool.discover_models", hooks.discover)
     ledger.wrap(module, "EnginePool.shutdown", hooks.shutdown)
-    gpu_jobs.executors.may_prepare(ledger)
+    process.executors.may_prepare(ledger)
     loads.apply(module, ledger)
     if not switches.marks:
         ledger.wrap(module, f"EnginePool.{resident.release_name(module)}", hooks.release)

@@ -518,13 +518,13 @@ async def test_others_have_their_turn_between_two_windows_of_a_transcription(tur
 
 
 def test_steps_hold_from_the_first_to_the_end_or_the_close(turn):
-    items = gpu_turn.steps(iter("ab"), "diffusion", "/models/d")
+    items = gpu_turn.steps(iter("ab"), gpu_turn.DIFFUSION, "/models/d")
     assert turn.snapshot().holder is None
     assert next(items) == "a"
     assert (turn.snapshot().holder, turn.snapshot().site) == ("d", "diffusion")
     items.close()
     assert turn.snapshot().holder is None
-    assert list(gpu_turn.steps(iter("ab"), "diffusion")) == ["a", "b"]
+    assert list(gpu_turn.steps(iter("ab"), gpu_turn.DIFFUSION)) == ["a", "b"]
     assert turn.snapshot().holder is None
 
 
@@ -532,6 +532,6 @@ async def test_nobody_waits_on_an_event_loop(turn):
     gate = Gate()
     held = asyncio.get_running_loop().run_in_executor(None, _hold, turn, gate)
     await until(gate.reached.is_set)
-    assert gpu_turn.one_turn("site")(lambda: "done")() == "done"
+    assert gpu_turn.one_turn(gpu_turn.DFLASH)(lambda: "done")() == "done"
     gate.go.set()
     await held

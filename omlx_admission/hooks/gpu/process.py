@@ -1,0 +1,55 @@
+"""What the GPU features have switched on in this process.
+
+One object, which `hooks.install` puts back when it undoes: no part has to undo its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from omlx_admission.core import faults
+from omlx_admission.gpu.watch import Watch, watch
+from omlx_admission.gpu_turn import turn as gpu_turn
+from omlx_admission.hooks.gpu.executors import Executors
+
+
+class _Listener(gpu_turn.Listener):
+    """What is noted of work that holds the turn."""
+
+    def failed(self, error: BaseException, name: str) -> None:
+        watch.saw(error, name)
+
+    def broken(self, error: BaseException) -> None:
+        faults.note("the GPU turn", error)
+
+
+class Process:
+    """Nothing switched on, as it is before anything is applied.
+
+    Attributes:
+        executors: what the jobs of oMLX's global executor pass.
+        stop_loads: ends the thread of the loads, where they have one.
+    """
+
+    def __init__(self) -> None:
+        self.executors = Executors()
+        self.stop_loads: Callable[[], None] | None = None
+
+    def take_turns(self, *, stuck_s: float, limit_s: float) -> None:
+        """Make the turn of this process, before anything can ask for it."""
+        gpu_turn.current = gpu_turn.GpuTurn(
+            stuck_s=stuck_s, limit_s=limit_s, listener=_Listener()
+        )
+
+    def reset(self) -> None:
+        """Everything off. Waiters and the holder of the turn keep the object that they
+        know; no new ones come."""
+        gpu_turn.current = None
+        watch.exit, watch.turn = None, Watch.turn
+        self.executors.reset()
+        stop, self.stop_loads = self.stop_loads, None
+        if stop is not None:
+            stop()
+
+
+process = Process()
