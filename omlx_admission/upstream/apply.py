@@ -21,7 +21,7 @@ def make(root: Path, name: str, branch: str | None = None) -> None:
     checkout.require_clean()
     if branch is None and not checkout.branch():
         raise Refused(f"{root} is on no branch, so nothing would keep the commits: --branch B")
-    steps = plan(checkout.root, changes)
+    steps = plan(Tree(checkout.root), changes)
     todo = [step for step in steps if not step.already]
     for step in steps:
         if step.already:
@@ -53,18 +53,18 @@ def _commit(checkout: Checkout, step: Step) -> str:
 
 def show(root: Path) -> None:
     """Print each change, its title and its state in the checkout."""
-    checkout = Checkout(root)
+    tree = Tree(Checkout(root).root)
     for name, change in register.changes().items():
-        print(f"{name:<16} {_state(checkout, name)}\n{'':<16} {change.title}")
+        print(f"{name:<16} {_state(tree, name)}\n{'':<16} {change.title}")
 
 
-def _state(checkout: Checkout, name: str) -> str:
+def _state(tree: Tree, name: str) -> str:
     chosen = register.select(name)
-    if is_in(Tree(checkout.root), chosen[-1]):
+    if is_in(tree, chosen[-1]):
         return "done"
     try:
-        plan(checkout.root, chosen)
+        steps = plan(tree, chosen)
     except Refused as error:
         return f"does not fit: {str(error).removeprefix(f'{name}: ')}"
-    brings = [c.name for c in chosen[:-1] if not is_in(Tree(checkout.root), c)]
+    brings = [step.change.name for step in steps[:-1] if not step.already]
     return "fits" + (f", with {', '.join(brings)}" if brings else "")

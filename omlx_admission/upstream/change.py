@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import libcst as cst
+from typing import TYPE_CHECKING
 
 from omlx_admission.hooks.patching.gate import Need
 
+if TYPE_CHECKING:
+    from omlx_admission.upstream.code import Code
+
 #: Edits one module of oMLX. Pure; raises :class:`AnchorMissing`.
-Edit = Callable[[cst.Module], cst.Module]
+Edit = Callable[["Code"], "Code"]
 
 #: Makes the text of one file that is added to oMLX.
 Make = Callable[[], str]

@@ -2,291 +2,393 @@
 
 Every function takes a module and returns the edited one, or raises
 :class:`AnchorMissing`. Code that is put in is formatted where it lands
-(:mod:`~omlx_admission.upstream.style`); nothing else is formatted.
+(:mod:`~omlx_admission.upstream.style`); nothing else is formatted. What says
+*everywhere* takes all functions and classes, at any depth, whose dotted name ends
+with ``name``; the others take the one definition of that name.
 """
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, cast
-
-import libcst as cst
+from collections.abc import Callable, Iterator, Sequence
 
 from omlx_admission.upstream import style
-from omlx_admission.upstream.anchors import (
-    docstring_length,
-    function,
-    replace_definition,
-    squeezed,
-)
 from omlx_admission.upstream.change import AnchorMissing
+from omlx_admission.upstream.code import (
+    Code,
+    Definition,
+    Splice,
+    docstring_of,
+    everywhere,
+    find,
+    function,
+    has,
+    same,
+)
 
-Block = Sequence[cst.BaseStatement]
-
-_BLANK = cst.EmptyLine(indent=False)
-
-
-def change_function(
-    module: cst.Module,
-    name: str,
-    change: Callable[[cst.FunctionDef], cst.FunctionDef | Sequence[cst.FunctionDef]],
-) -> cst.Module:
-    """Put the result of ``change`` in the place of a function or method."""
-    result = change(function(module, name))
-    new = [result] if isinstance(result, cst.FunctionDef) else list(result)
-    return replace_definition(module, name, new)
+# --- statements of a function ------------------------------------------------------------
 
 
-def _depth(name: str) -> int:
-    return len(name.split("."))
+def insert_first(code: Code, names: str | Sequence[str], new: str) -> Code:
+    """Put statements at the start of a function or of several, after the docstring."""
+    names = [names] if isinstance(names, str) else names
+    nodes = [function(code, name) for name in names]
+    return code.spliced(*(_put(_start(code, node), new, node) for node in nodes))
 
 
-def _with_body(node: cst.FunctionDef, body: Block) -> cst.FunctionDef:
-    if not isinstance(node.body, cst.IndentedBlock):
-        raise AnchorMissing(f"{node.name.value} has its body on the line of its name")
-    return node.with_changes(body=node.body.with_changes(body=list(body)))
-
-
-def _body(node: cst.FunctionDef) -> list[cst.BaseStatement]:
-    return [s for s in node.body.body if isinstance(s, cst.BaseStatement)]
-
-
-def insert_first(module: cst.Module, name: str, code: str) -> cst.Module:
-    """Put statements at the start of a function, after its docstring."""
-    new = style.statements(code, _depth(name))
-
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
-        body = _body(node)
-        at = docstring_length(body)
-        return _with_body(node, [*body[:at], *new, *body[at:]])
-
-    return change_function(module, name, change)
-
-
-def insert_last(module: cst.Module, name: str, code: str) -> cst.Module:
+def insert_last(code: Code, name: str, new: str) -> Code:
     """Put statements at the end of a function, whose last statement must not leave it."""
-    new = style.statements(code, _depth(name))
-
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
-        body = _body(node)
-        last = body[-1]
-        if isinstance(last, cst.SimpleStatementLine) and isinstance(
-            last.body[-1], cst.Return | cst.Raise
-        ):
-            raise AnchorMissing(f"{name} ends with a return or raise")
-        return _with_body(node, [*body, *new])
-
-    return change_function(module, name, change)
+    node = function(code, name)
+    last = code.body(node)[-1]
+    if isinstance(last, ast.Return | ast.Raise):
+        raise AnchorMissing(f"{name} ends with a return or raise")
+    return code.spliced(_put(code.after(last), new, node))
 
 
-def insert_after_assignment(
-    module: cst.Module, name: str, target: str, code: str
-) -> cst.Module:
+def insert_after_assignment(code: Code, name: str, target: str, new: str) -> Code:
     """Put statements behind the one in the body of ``name`` that assigns ``target``."""
-    return _insert_beside(module, name, code, lambda s: _assigns(s, target), target, 1)
+    node = function(code, name)
+    found = _the_one(code.body(node), lambda s: _assigns(s, target), f"{name}: {target}")
+    return code.spliced(_put(code.after(found), new, node))
 
 
-def insert_before_statement(
-    module: cst.Module, name: str, statement: str, code: str
-) -> cst.Module:
-    """Put statements before the one in the body of ``name`` whose code is ``statement``."""
-    return _insert_beside(module, name, code, _is(statement), statement, 0)
+def insert_before_statement(code: Code, name: str, statement: str, new: str) -> Code:
+    """Put statements before the one in the body of ``name`` that says ``statement``."""
+    node = function(code, name)
+    found = _the_one(code.body(node), _says(statement), f"{name}: {statement}")
+    return code.spliced(_put(code.above(found), new, node))
 
 
-def replace_statement(module: cst.Module, name: str, old: str, new: str) -> cst.Module:
+def replace_statement(code: Code, name: str, old: str, new: str) -> Code:
     """Put other statements in the place of the one in the body of ``name`` that is ``old``."""
-    is_old = _is(old)
-    fresh = style.statements(new, _depth(name))
-
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
-        body = _body(node)
-        places = [index for index, statement in enumerate(body) if is_old(statement)]
-        if len(places) != 1:
-            raise AnchorMissing(f"{name}: {len(places)} times {old}, expected once")
-        at = places[0]
-        fresh[0] = fresh[0].with_changes(leading_lines=getattr(body[at], "leading_lines", []))
-        return _with_body(node, [*body[:at], *fresh, *body[at + 1 :]])
-
-    return change_function(module, name, change)
+    node = function(code, name)
+    found = _the_one(code.body(node), _says(old), f"{name}: {old}")
+    start, _, text = _put(code.at(found), new, node)
+    return code.spliced((start, code.after(found), text))
 
 
-def _is(code: str) -> Callable[[cst.BaseStatement], bool]:
-    """Whether a statement says ``code``. Only those of its kind are printed to compare."""
-    wanted = re.sub(r"\s+", "", code)
-    # As in a body: `return` and `await` stand in a function.
-    kind = type(cst.parse_statement(code))
-    return lambda statement: isinstance(statement, kind) and _bare(statement) == wanted
+def replace_expression(code: Code, name: str, old: str, new: str) -> Code:
+    """Replace the one expression within a function that says ``old``."""
+    wanted = ast.parse(old, mode="eval").body
+    found = [n for n in ast.walk(function(code, name)) if same(n, wanted)]
+    if len(found) != 1:
+        raise AnchorMissing(f"{name}: {old} is there {len(found)} times, expected once")
+    return code.spliced(*_replaced(code, found, new))
 
 
-def _bare(statement: cst.CSTNode) -> str:
-    """The code of a statement without the comments above it."""
-    if hasattr(statement, "leading_lines"):
-        statement = statement.with_changes(leading_lines=[])
-    return squeezed(statement)
+def _put(at: int, new: str, node: Definition) -> Splice:
+    """Statements for the body of ``node``."""
+    return at, at, style.statements(new, _depth(node.body[0]))
 
 
-def _insert_beside(
-    module: cst.Module,
-    name: str,
-    code: str,
-    is_anchor: Callable[[cst.BaseStatement], bool],
-    anchor: str,
-    offset: int,
-) -> cst.Module:
-    new = style.statements(code, _depth(name))
-
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
-        body = _body(node)
-        places = [index for index, statement in enumerate(body) if is_anchor(statement)]
-        if len(places) != 1:
-            raise AnchorMissing(f"{name}: {len(places)} statements with {anchor}, expected one")
-        at = places[0] + offset
-        return _with_body(node, [*body[:at], *new, *body[at:]])
-
-    return change_function(module, name, change)
+def _depth(statement: ast.stmt) -> int:
+    return statement.col_offset // style.INDENT
 
 
-def _assigns(statement: cst.BaseStatement, target: str) -> bool:
-    if not isinstance(statement, cst.SimpleStatementLine):
-        return False
-    for small in statement.body:
-        if isinstance(small, cst.AnnAssign) and squeezed(small.target) == target:
-            return True
-        if isinstance(small, cst.Assign) and any(
-            squeezed(t.target) == target for t in small.targets
-        ):
-            return True
-    return False
+def _start(code: Code, node: Definition) -> int:
+    """Where the body begins, behind the docstring."""
+    body = code.body(node)
+    return code.after(body[0]) if docstring_of(body) else code.above(body[0])
 
 
-def insert_method(module: cst.Module, code: str, *, after: str) -> cst.Module:
+def _the_one(
+    body: Sequence[ast.stmt], is_it: Callable[[ast.stmt], bool], what: str
+) -> ast.stmt:
+    found = [statement for statement in body if is_it(statement)]
+    if len(found) != 1:
+        raise AnchorMissing(f"{what} is there {len(found)} times, expected once")
+    return found[0]
+
+
+def _says(text: str) -> Callable[[ast.AST], bool]:
+    (wanted,) = ast.parse(text).body
+    return lambda node: same(node, wanted)
+
+
+def _assigns(statement: ast.stmt, target: str) -> bool:
+    targets: list[ast.expr] = getattr(statement, "targets", [])
+    if isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    return any(ast.unparse(one) == target for one in targets)
+
+
+def _replaced(code: Code, nodes: Sequence[ast.AST], new: str) -> list[Splice]:
+    return [(*code.span(n), new) for n in nodes if isinstance(n, ast.expr)]
+
+
+# --- everywhere --------------------------------------------------------------------------
+
+
+def _within(code: Code, name: str) -> Iterator[ast.AST]:
+    """All nodes in the definitions ``name``, each once."""
+    found = {id(node): node for one in everywhere(code, name) for node in ast.walk(one)}
+    yield from found.values()
+
+
+def insert_beside(
+    code: Code, name: str, statement: str, new: str, *, before: bool = False
+) -> Code:
+    """Put statements behind (or before) each ``statement``, everywhere.
+
+    ``(...)`` in ``statement`` stands for any arguments of a call.
+    """
+    says = _says(statement)
+    found = [n for n in _within(code, name) if isinstance(n, ast.stmt) and says(n)]
+    if not found:
+        raise AnchorMissing(f"{name}: no statement {statement}")
+    places = [(code.above(n) if before else code.after(n), _depth(n)) for n in found]
+    return code.spliced(*((at, at, style.statements(new, depth)) for at, depth in places))
+
+
+def insert_in_handlers(
+    code: Code, name: str, exception: str, new: str, *, needed: bool = True
+) -> Code:
+    """Put statements first in each ``except exception``, everywhere.
+
+    ``{}`` in ``new`` is the exception's name; a handler without one gets it. Where not
+    ``needed``, a module without such a handler stays as it is.
+    """
+    splices: list[Splice] = []
+    for handler in _within(code, name):
+        kind = handler.type if isinstance(handler, ast.ExceptHandler) else None
+        if kind is None or ast.unparse(kind) != exception:
+            continue
+        assert isinstance(handler, ast.ExceptHandler)
+        first = code.body(handler)[0]
+        if handler.name is None:
+            end = code.span(kind)[1]
+            splices.append((end, end, " as e"))
+        at = code.above(first)
+        # What only said that nothing is done goes.
+        only = isinstance(first, ast.Pass) and at == code.at(first)
+        text = style.statements(new.format(handler.name or "e"), _depth(first))
+        splices.append((at, code.after(first) if only else at, text))
+    if needed and not splices:
+        raise AnchorMissing(f"{name}: no handler of {exception}")
+    return code.spliced(*splices)
+
+
+def replace_callee(code: Code, name: str, old: str, new: str) -> Code:
+    """Call ``new`` where ``old`` is called, everywhere."""
+    wanted = ast.parse(old, mode="eval").body
+    calls = (n for n in _within(code, name) if isinstance(n, ast.Call))
+    found = [call.func for call in calls if same(call.func, wanted)]
+    if not found:
+        raise AnchorMissing(f"{name}: no call of {old}")
+    return code.spliced(*_replaced(code, found, new))
+
+
+def decorate_everywhere(code: Code, name: str, decorator: str) -> Code:
+    """Put a decorator innermost round these functions."""
+    places = [code.line(node.lineno) for node in everywhere(code, name)]
+    indents = [" " * node.col_offset for node in everywhere(code, name)]
+    return code.spliced(
+        *(
+            (at, at, f"{indent}@{decorator}\n")
+            for at, indent in zip(places, indents, strict=True)
+        )
+    )
+
+
+# --- functions and definitions -----------------------------------------------------------
+
+
+def decorate(code: Code, name: str, decorator: str) -> Code:
+    """Put a decorator outermost round a function or method."""
+    node = function(code, name)
+    at = code.at(node)
+    return code.spliced((at, at, f"{' ' * node.col_offset}@{decorator}\n"))
+
+
+def insert_method(code: Code, new: str, *, after: str) -> Code:
     """Put a method behind the method ``after`` (``Class.method``)."""
-    new = style.method(code).with_changes(leading_lines=[_BLANK])
-    return change_function(module, after, lambda node: [node, new])
+    at = code.after(function(code, after))
+    return code.spliced((at, at, "\n" + style.statements(new, 1, "class")))
 
 
-def split_function(
-    module: cst.Module, name: str, *, head: str, rest: str, doc: str
-) -> cst.Module:
+def split_function(code: Code, name: str, *, head: str, rest: str, doc: str) -> Code:
     """Split a function after its docstring: ``head`` is its new body, ``rest`` takes the old.
 
     ``rest`` has the same parameters and stands right behind, so that not one line of
     the old body moves or changes. ``doc`` is its docstring.
     """
-    new = style.statements(head, _depth(name))
-    (docstring,) = style.statements(f'"""{doc}"""', _depth(name))
-
-    def change(node: cst.FunctionDef) -> list[cst.FunctionDef]:
-        body = _body(node)
-        at = docstring_length(body)
-        public = _with_body(node, [*body[:at], *new])
-        old = _with_body(node, [docstring, *body[at:]])
-        private = old.with_changes(
-            name=cst.Name(rest.rpartition(".")[2]), leading_lines=[_BLANK], decorators=[]
-        )
-        return [public, private]
-
-    return change_function(module, name, change)
+    node = function(code, name)
+    start = _start(code, node)
+    signature = code.part(code.line(node.lineno), code.above(node.body[0]))
+    signature = re.sub(rf"\bdef {node.name}\b", f"def {rest}", signature, count=1)
+    _, _, public = _put(start, head, node)
+    _, _, docstring = _put(start, f'"""{doc}"""', node)
+    return code.spliced((start, start, f"{public}\n{signature}{docstring}"))
 
 
-def decorate(module: cst.Module, name: str, decorator: str) -> cst.Module:
-    """Put a decorator outermost round a function or method."""
-
-    def change(node: cst.FunctionDef) -> cst.FunctionDef:
-        new = cst.Decorator(cst.parse_expression(decorator))
-        return node.with_changes(decorators=[new, *node.decorators])
-
-    return change_function(module, name, change)
+def insert_before_definition(code: Code, name: str, new: str) -> Code:
+    """Put a definition before the top-level one of ``name``."""
+    at = code.above(find(code, name))
+    return code.spliced((at, at, "\n\n" + style.statements(new, 0)))
 
 
-def replace_expression(
-    module: cst.Module, name: str, old: str, new: str, *, count: int = 1
-) -> cst.Module:
-    """Replace an expression within a function; ``count`` is how often it must be there."""
-    wanted = re.sub(r"\s+", "", old)
-    node = function(module, name)
-    replacer = _Replacer(wanted, cst.parse_expression(new))
-    changed = node.visit(replacer)
-    if replacer.found != count:
-        raise AnchorMissing(f"{name}: {old} is there {replacer.found} times, expected {count}")
-    return replace_definition(module, name, [cast(cst.FunctionDef, changed)])
+def append_definitions(code: Code, new: str) -> Code:
+    """Put definitions at the end of the module."""
+    at = len(code.content)
+    return code.spliced((at, at, "\n\n" + style.statements(new, 0)))
 
 
-class _Replacer(cst.CSTTransformer):
-    def __init__(self, wanted: str, new: cst.BaseExpression) -> None:
-        super().__init__()
-        self._wanted = wanted
-        self._new = new
-        self.found = 0
-
-    def on_leave(self, original_node, updated_node):  # type: ignore[no-untyped-def]
-        """Replace where the code is the wanted one."""
-        if isinstance(original_node, cst.BaseExpression) and (
-            squeezed(original_node) == self._wanted
-        ):
-            self.found += 1
-            return self._new.deep_clone()
-        return super().on_leave(original_node, updated_node)
+def insert_after_definition(code: Code, target: str, new: str) -> Code:
+    """Put statements behind the one statement of the module that assigns ``target``."""
+    found = _the_one(code.tree.body, lambda s: _assigns(s, target), f"assignment to {target}")
+    at = code.after(found)
+    return code.spliced((at, at, style.statements(new, 0)))
 
 
-def add_import(module: cst.Module, code: str, *, within: str = "") -> cst.Module:
+# --- one entry more ----------------------------------------------------------------------
+
+
+def insert_field(code: Code, name: str, new: str) -> Code:
+    """Put statements behind the last annotated field of the class ``name``."""
+    node = find(code, name)
+    fields = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
+    if not fields:
+        raise AnchorMissing(f"{name} has no fields")
+    return code.spliced(_put(code.after(fields[-1]), new, node))
+
+
+def add_keyword(code: Code, name: str, callee: str, keyword: str, value: str) -> Code:
+    """Give the call of ``callee`` in the function ``name`` a keyword, laid out as its last.
+
+    A call that ends with ``**`` something passes all that there is already.
+    """
+    calls = [n for n in _within(code, name) if isinstance(n, ast.Call)]
+    calls = [n for n in calls if ast.unparse(n.func) == callee and (n.args or n.keywords)]
+    if len(calls) != 1:
+        raise AnchorMissing(f"{name}: {len(calls)} calls of {callee}, expected one")
+    (call,) = calls
+    arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    last = max(arguments, key=code.span)
+    if isinstance(last, ast.keyword) and last.arg is None:
+        return code
+    return code.spliced(_one_more(code, code.span(last), f"{keyword}={value}"))
+
+
+def add_entry(code: Code, name: str, key: str, value: str) -> Code:
+    """Give the one dict in the function ``name`` one more entry, laid out as its last."""
+    dicts = [n for n in _within(code, name) if isinstance(n, ast.Dict) and len(n.keys) > 1]
+    if len(dicts) != 1:
+        raise AnchorMissing(f"{name}: {len(dicts)} dicts, expected one")
+    key_node, end = dicts[0].keys[-1], code.span(dicts[0].values[-1])
+    start = end[0] if key_node is None else code.span(key_node)[0]
+    return code.spliced(_one_more(code, (start, end[1]), f'"{key}": {value}'))
+
+
+def _one_more(code: Code, last: tuple[int, int], new: str) -> Splice:
+    """Behind the last entry, on a line of its own where that one is."""
+    start, end = last
+    before = code.content[:start].rpartition(b"\n")[2].decode()
+    lone = not before.strip(" *")
+    comma = re.match(rb"\s*,", code.content[end:])
+    if comma:
+        end += comma.end()
+    text = "" if comma else ","
+    text += f"\n{before.replace('*', ' ')}{new}" if lone else f" {new}"
+    return end, end, text + ("," if comma else "")
+
+
+# --- imports -----------------------------------------------------------------------------
+
+
+def import_name(code: Code, source: str, name: str) -> Code:
+    """Import ``name`` from ``source`` (relative, as written), with what is imported from
+    there already; else behind the other imports of the module's top."""
+    imports = [s for s in code.tree.body if isinstance(s, ast.Import | ast.ImportFrom)]
+    for one in imports:
+        if isinstance(one, ast.ImportFrom) and "." * one.level + (one.module or "") == source:
+            names = {ast.unparse(alias) for alias in one.names} - {"*"}
+            if names:
+                text = ", ".join(sorted(names | {name}, key=_by_kind))
+                text = style.statements(f"from {source} import {text}", 0)
+                return code.spliced((code.at(one), code.after(one), text))
+    line = f"from {source} import {name}"
+    try:
+        return add_import(code, line)
+    except AnchorMissing:
+        if not imports:
+            raise
+    at = code.after(imports[-1])
+    return code.spliced((at, at, "\n" + style.statements(line, 0)))
+
+
+def _by_kind(name: str) -> tuple[int, str]:
+    """Import sorting puts constants first, then classes, then the rest."""
+    kind = 0 if name.isupper() else 1 if name[:1].isupper() else 2
+    return kind, name
+
+
+def add_import(code: Code, line: str, *, within: str = "") -> Code:
     """Add ``from .x import y`` where import sorting wants it; nothing if it is there.
 
     ``within`` is a function that imports late, to which it is added instead.
     """
-    if not within:
-        return module.with_changes(body=_with_import(list(module.body), code, 0))
-    depth = _depth(within)
-    return change_function(
-        module, within, lambda node: _with_body(node, _with_import(_body(node), code, depth))
+    body = code.body(function(code, within)) if within else code.tree.body
+    (new,) = ast.parse(line).body
+    key = _import_key(new)
+    if key is None:
+        raise ValueError(f"{line!r} is no relative from-import")
+    if any(same(statement, new) for statement in body):
+        return code
+    block: list[tuple[tuple[int, str], ast.stmt]] = []
+    for statement in body:
+        if (its := _import_key(statement)) is not None:
+            block.append((its, statement))
+        elif block:
+            break
+    if not block:
+        raise AnchorMissing("no relative import to put another one beside")
+    later = next((statement for its, statement in block if its > key), None)
+    if later is None:
+        at = code.after(block[-1][1])
+    elif later is block[0][1]:
+        # The blank line, or the comment, above the block stays above the block.
+        at = code.at(later)
+    else:
+        at = code.above(later)
+    return code.spliced((at, at, style.statements(line, _depth(body[0]))))
+
+
+def _import_key(statement: ast.stmt) -> tuple[int, str] | None:
+    if not isinstance(statement, ast.ImportFrom) or not statement.level:
+        return None
+    # Sorting puts `..x` before `.x`, and within one level goes by name.
+    return -statement.level, statement.module or ""
+
+
+# --- docstrings --------------------------------------------------------------------------
+# One that is not there, or says it otherwise, is left as it is: no change fails for the
+# words round it.
+
+
+def reword(code: Code, name: str, old: str, new: str) -> Code:
+    """Say ``new`` where the docstring of the function ``name`` says ``old``, once."""
+    return _redocumented(
+        code, name, lambda text: text.replace(old, new) if text.count(old) == 1 else text
     )
 
 
-def _with_import(body: list[Any], code: str, depth: int) -> list[Any]:
-    (new,) = style.statements(code, depth)
-    key = _import_key(new)
-    if key is None:
-        raise ValueError(f"{code!r} is no relative from-import")
-    if any(_import_key(s) == key and _bare(s) == squeezed(new) for s in body):
-        return body
-    keys: dict[int, tuple[int, str]] = {}
-    for index, statement in enumerate(body):
-        if (its := _import_key(statement)) is not None:
-            keys[index] = its
-        elif keys:
-            break
-    if not keys:
-        raise AnchorMissing("no relative import to put another one beside")
-    first = min(keys)
-    at = next((index for index in keys if keys[index] > key), max(keys) + 1)
-    if at == first:
-        # The blank line, or the comment, above the block stays above the block.
-        new = new.with_changes(leading_lines=getattr(body[at], "leading_lines", []))
-        body[at] = body[at].with_changes(leading_lines=[])
-    return [*body[:at], new, *body[at:]]
+def add_raises(code: Code, name: str, line: str) -> Code:
+    """Put ``line`` last into the section ``Raises:`` of a docstring that ends with it."""
+
+    def change(text: str) -> str:
+        found = re.search(r"\n( *)Raises:\n(?:\1 +.*\n)+ *\"{3}$", text)
+        if found is None:
+            return text
+        end = text.rindex("\n")
+        return f"{text[:end]}\n{found.group(1)}    {line}{text[end:]}"
+
+    return _redocumented(code, name, change)
 
 
-def _import_key(statement: cst.CSTNode) -> tuple[int, str] | None:
-    if not isinstance(statement, cst.SimpleStatementLine):
-        return None
-    first = statement.body[0]
-    if not isinstance(first, cst.ImportFrom) or not first.relative:
-        return None
-    name = "" if first.module is None else squeezed(first.module)
-    # Sorting puts `..x` before `.x`, and within one level goes by name.
-    return -len(first.relative), name
-
-
-def insert_after_definition(module: cst.Module, target: str, code: str) -> cst.Module:
-    """Put statements behind the one statement of the module that assigns ``target``."""
-    body = list(module.body)
-    places = [
-        i
-        for i, s in enumerate(body)
-        if isinstance(s, cst.BaseStatement) and _assigns(s, target)
-    ]
-    if len(places) != 1:
-        raise AnchorMissing(f"{len(places)} assignments to {target} at the top, expected one")
-    at = places[0] + 1
-    return module.with_changes(body=[*body[:at], *style.statements(code, 0), *body[at:]])
+def _redocumented(code: Code, name: str, change: Callable[[str], str]) -> Code:
+    docstring = docstring_of(function(code, name).body) if has(code, name) else None
+    if docstring is None:
+        return code
+    span = code.span(docstring)
+    return code.spliced((*span, change(code.part(*span))))

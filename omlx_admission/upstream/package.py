@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import libcst as cst
-
 import omlx_admission
-from omlx_admission.upstream import anchors, editing
+from omlx_admission.upstream import editing
 from omlx_admission.upstream.change import Make
+from omlx_admission.upstream.code import Code, first_of, has, same
 
 #: First line of every file of oMLX.
 LICENSE = "# SPDX-License-Identifier: Apache-2.0\n"
@@ -73,11 +72,11 @@ def imported(text: str, path: Path) -> Iterator[tuple[Path, ...]]:
         )
 
 
-def add_middleware(module: cst.Module) -> cst.Module:
+def add_middleware(module: Code) -> Code:
     """``server.py`` with the request middleware; as it is where it has it."""
     line = "app.add_middleware(RequestMiddleware)"
-    simple = (s for s in module.body if isinstance(s, cst.SimpleStatementLine))
-    if any(anchors.squeezed(statement) == line for statement in simple):
+    (wanted,) = ast.parse(line).body
+    if any(same(statement, wanted) for statement in module.tree.body):
         return module
     module = editing.add_import(module, "from .admission.request import RequestMiddleware")
     return editing.insert_after_definition(module, "app", line)
@@ -95,12 +94,12 @@ def _release_loaded_engine(self, model_id: str) -> bool:
 '''
 
 
-def add_release(module: cst.Module) -> cst.Module:
+def add_release(module: Code) -> Code:
     """``engine_pool.py`` with the two ways to give a lease back; as it is where it has them.
 
     Locked is oMLX's own; only 0.5.0 has that within ``release_engine`` still.
     """
-    if not anchors.has(module, "EnginePool._release_engine_lease"):
+    if not has(module, "EnginePool._release_engine_lease"):
         module = editing.split_function(
             module,
             "EnginePool.release_engine",
@@ -108,7 +107,7 @@ def add_release(module: cst.Module) -> cst.Module:
             rest="_release_engine_lease",
             doc="Give one lease back under the pool lock.",
         )
-    if anchors.has(module, "EnginePool._release_loaded_engine"):
+    if has(module, "EnginePool._release_loaded_engine"):
         return module
-    getter = anchors.first_of(module, "EnginePool._get_engine_locked", "EnginePool.get_engine")
+    getter = first_of(module, "EnginePool._get_engine_locked", "EnginePool.get_engine")
     return editing.insert_method(module, _RELEASE, after=getter)

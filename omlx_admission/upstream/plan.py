@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-
-import libcst as cst
+from types import MappingProxyType
 
 from omlx_admission.hooks.features import FEATURES
 from omlx_admission.hooks.patching import gate
+from omlx_admission.hooks.patching.source import Module
 from omlx_admission.upstream import style
 from omlx_admission.upstream.change import Change, Edit, Refused
+from omlx_admission.upstream.code import Code
 
 PACKAGE = "omlx"
 TESTS = "tests"
 
 
 class Tree:
-    """The files of a checkout, with what has been planned for them laid over."""
+    """The files of a checkout, some of them laid over another tree; never changed."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self,
+        root: Path,
+        files: Mapping[str, bytes] = MappingProxyType({}),
+        below: Tree | None = None,
+    ) -> None:
         self.root = root
-        self._new: dict[str, bytes] = {}
+        self.files = files
+        self.below = below
+        #: The gate's eyes on this tree.
+        self.source = _Source(self)
 
     def read(self, path: str) -> bytes | None:
         """The bytes of a file, planned or on disk; None where there is none."""
-        if path in self._new:
-            return self._new[path]
+        if path in self.files:
+            return self.files[path]
+        if self.below is not None:
+            return self.below.read(path)
         try:
             return (self.root / path).read_bytes()
         except OSError:
             return None
 
-    def lay(self, files: dict[str, bytes]) -> None:
-        """Take planned files for granted from now on."""
-        self._new.update(files)
-
-    def source(self) -> gate.Source:
-        """The gate's eyes on this tree."""
-        return _Source(self)
+    def under(self, files: Mapping[str, bytes]) -> Tree:
+        """This tree with planned files laid over."""
+        return Tree(self.root, files, self)
 
 
 class _Source(gate.Source):
@@ -48,16 +55,27 @@ class _Source(gate.Source):
 
     def __init__(self, tree: Tree) -> None:
         super().__init__(gate.Found(tree.root / PACKAGE, None))
-        self._files = tree
+        self._tree = tree
+
+    def module(self, name: str) -> Module | str:
+        """See :meth:`gate.Source.module`; what no file is laid over is read once."""
+        below = self._tree.below
+        if below is None or any(path in self._tree.files for path in _paths(name)):
+            return super().module(name)
+        return below.source.module(name)
 
     def read(self, module: str) -> bytes:
         """See :meth:`gate.Source.read`."""
-        base = module.replace(".", "/")
-        for path in (f"{base}/__init__.py", f"{base}.py"):
-            content = self._files.read(path)
+        for path in _paths(module):
+            content = self._tree.read(path)
             if content is not None:
                 return content
         raise OSError(module)
+
+
+def _paths(module: str) -> tuple[str, str]:
+    base = module.replace(".", "/")
+    return f"{base}/__init__.py", f"{base}.py"
 
 
 @dataclass
@@ -90,14 +108,13 @@ class Step:
         return files
 
 
-def plan(root: Path, changes: Sequence[Change]) -> list[Step]:
-    """Plan ``changes`` one on top of the other.
+def plan(tree: Tree, changes: Sequence[Change]) -> list[Step]:
+    """Plan ``changes`` one on top of the other, the first on ``tree``.
 
     Raises:
         Refused: one of them cannot be made; the text names it and says why.
     """
-    tree = Tree(root)
-    token = style.line_length.set(style.of_checkout(root))
+    token = style.line_length.set(style.of_checkout(tree.root))
     try:
         steps = []
         for change in changes:
@@ -105,7 +122,7 @@ def plan(root: Path, changes: Sequence[Change]) -> list[Step]:
                 step = _step(tree, change)
             except Refused as error:
                 raise type(error)(f"{change.name}: {error}") from None
-            tree.lay(step.files)
+            tree = tree.under(step.files)
             steps.append(step)
         return steps
     finally:
@@ -114,31 +131,14 @@ def plan(root: Path, changes: Sequence[Change]) -> list[Step]:
 
 def is_in(tree: Tree, change: Change) -> bool:
     """Whether the tree does already what ``change`` brings, by it or by itself."""
-    source = tree.source()
     native = [need for f in FEATURES if f.name in change.features for need in f.native]
-    return source.has([*native, *change.native])
+    return tree.source.has([*native, *change.native])
 
 
 # Pure, and asked again for the same: once to say what fits, once to make it.
 @cache
 def _edited(edit: Edit, content: bytes, _line_length: int) -> bytes:
-    module = edit(_parsed(content))
-    edited = module.bytes
-    _modules[edited] = module
-    return edited
-
-
-def _parsed(content: bytes) -> cst.Module:
-    if content not in _modules:
-        try:
-            _modules[content] = cst.parse_module(content)
-        except cst.ParserSyntaxError:
-            raise Refused("it cannot be parsed") from None
-    return _modules[content]
-
-
-#: Parsed once: a file of oMLX may have ten thousand lines, and several edits.
-_modules: dict[bytes, cst.Module] = {}
+    return edit(Code(content)).content
 
 
 def _step(tree: Tree, change: Change) -> Step:
@@ -170,7 +170,6 @@ def _step(tree: Tree, change: Change) -> Step:
             raise Refused(f"{whole} is there already")
         files[whole] = test.read_bytes()
         new.add(whole)
-    tree.lay(files)
-    if not is_in(tree, change):
+    if not is_in(tree.under(files), change):
         raise Refused("the edited code does not hold what the change promises")
     return Step(change, files, new=frozenset(new), line_length=style.line_length.get())

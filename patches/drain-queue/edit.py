@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import libcst as cst
-
-from omlx_admission.upstream import anchors, docstrings, editing, package
+from omlx_admission.upstream import editing, package
 from omlx_admission.upstream.change import Change
+from omlx_admission.upstream.code import Code, function
 
 POOL = "EnginePool"
 
 
-def engine_pool(module: cst.Module) -> cst.Module:
+def engine_pool(module: Code) -> Code:
     """The pool, resident path and error mapping in it."""
     for name in ("_acquire_loaded_engine", "_get_engine_past_teardown"):
-        anchors.function(module, f"{POOL}.{name}")
+        function(module, f"{POOL}.{name}")
     module = editing.add_import(
         module, "from .admission.gate import EngineQueue, announced, noticed, watched"
     )
@@ -87,15 +86,15 @@ def engine_pool(module: cst.Module) -> cst.Module:
         module = editing.decorate(module, f"{POOL}.{name}", "announced")
     module = editing.decorate(module, f"{POOL}._unload_engine", "noticed")
     module = editing.decorate(module, f"{POOL}._load_engine", "watched")
-    module = docstrings.add_raises(
+    module = editing.add_raises(
         module,
         f"{POOL}.get_engine",
         "AdmissionRefused: If the queue refuses the request",
     )
-    return docstrings.reword(module, f"{POOL}.request_unload", "are rejected", "wait or fail")
+    return editing.reword(module, f"{POOL}.request_unload", "are rejected", "wait or fail")
 
 
-def cli(module: cst.Module) -> cst.Module:
+def cli(module: Code) -> Code:
     """Who waits is refused before the server waits for its open connections."""
     module = editing.add_import(
         module, "from .admission.serving import Server", within="serve_command"

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import libcst as cst
-
 from omlx_admission.upstream import editing, package
 from omlx_admission.upstream.change import Change
+from omlx_admission.upstream.code import Code
 
 
-def engine_pool(module: cst.Module) -> cst.Module:
+def engine_pool(module: Code) -> Code:
     """Two lines: whatever route called, the reason of a refusal is known."""
     module = editing.add_import(module, "from .admission.errors import remembers_refusal")
     return editing.decorate(module, "EnginePool.get_engine", "remembers_refusal")
 
 
-def server(module: cst.Module) -> cst.Module:
+def server(module: Code) -> Code:
     """The middleware, and the headers of an HTTPException."""
     module = package.add_middleware(module)
     return editing.replace_statement(

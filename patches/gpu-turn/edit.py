@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
-
-import libcst as cst
 
 from omlx_admission.gpu_turn import sites
 from omlx_admission.hooks.gpu.jobs import JOBS
-from omlx_admission.upstream import entries, nested, package
-from omlx_admission.upstream.anchors import find, has
+from omlx_admission.upstream import editing, package
 from omlx_admission.upstream.change import Change, Edit
+from omlx_admission.upstream.code import Code, find, has, has_anywhere
 from omlx_admission.upstream.editing import decorate, insert_first
 
 FIELD = """
@@ -21,29 +20,29 @@ serialize_engine_gpu: bool = False
 """
 
 
-def _imported(module: cst.Module, place: str) -> cst.Module:
-    return entries.import_name(module, place, "gpu_turn")
+def _imported(module: Code, place: str) -> Code:
+    return editing.import_name(module, place, "gpu_turn")
 
 
 # --- edits --------------------------------------------------------------------------------
 
 
-def settings(module: cst.Module) -> cst.Module:
+def settings(module: Code) -> Code:
     """The field, and reading it; `to_dict` saves every field by itself."""
-    module = entries.insert_field(module, "SchedulerSettings", FIELD)
+    module = editing.insert_field(module, "SchedulerSettings", FIELD)
     name = "serialize_engine_gpu"
     value = f'bool(data.get("{name}", False))'
-    return entries.add_keyword(module, "SchedulerSettings.from_dict", "cls", name, value)
+    return editing.add_keyword(module, "SchedulerSettings.from_dict", "cls", name, value)
 
 
-def server(module: cst.Module) -> cst.Module:
+def server(module: Code) -> Code:
     """The turn is made before the first engine, and shown in the status."""
     module = insert_first(module, "init_server", "gpu_turn.configure(global_settings)")
-    module = entries.add_entry(module, "server_status", "gpu_turn", "gpu_turn.status()")
+    module = editing.add_entry(module, "server_status", "gpu_turn", "gpu_turn.status()")
     return _imported(module, ".")
 
 
-def engine_core(module: cst.Module) -> cst.Module:
+def engine_core(module: Code) -> Code:
     """A burst is one turn; an engine that ends waits for none."""
     module = decorate(module, "EngineCore._step_burst", "gpu_turn.burst")
     for method, anchor, call in (
@@ -52,23 +51,21 @@ def engine_core(module: cst.Module) -> cst.Module:
         ("close", "self._closed = True", "leave"),
     ):
         name = f"EngineCore.{method}"
-        module = nested.insert_beside(module, name, anchor, f"gpu_turn.{call}(self)")
+        module = editing.insert_beside(module, name, anchor, f"gpu_turn.{call}(self)")
     for method in ("_keepwarm", "_run_prompt_tail_prewarm"):
         name = f"EngineCore.{method}"
-        if has(module, name):
-            ahead = find(module, name)
-            if isinstance(ahead, cst.FunctionDef) and ahead.asynchronous is None:
-                module = decorate(module, name, "gpu_turn.ahead")
+        if has(module, name) and isinstance(find(module, name), ast.FunctionDef):
+            module = decorate(module, name, "gpu_turn.ahead")
     return _imported(module, ".")
 
 
-def scheduler(module: cst.Module) -> cst.Module:
+def scheduler(module: Code) -> Code:
     """Clean-up after an error."""
     module = decorate(module, "Scheduler.fail_all_requests", "gpu_turn.clean_up")
     return _imported(module, ".")
 
 
-def decode_activity(module: cst.Module) -> cst.Module:
+def decode_activity(module: Code) -> Code:
     """Not edited; the new package calls it."""
     find(module, "get_decode_activity")
     find(module, "DecodeActivityRegistry.publish")
@@ -78,20 +75,18 @@ def decode_activity(module: cst.Module) -> cst.Module:
 def _hands_over(edit: Edit) -> Edit:
     """``edit`` for an engine's file; one that hands no work to a thread has no site."""
 
-    def wrapper(module: cst.Module) -> cst.Module:
-        return edit(module) if "run_in_executor" in module.code else module
+    def wrapper(module: Code) -> Code:
+        return edit(module) if "run_in_executor" in module.text else module
 
     return wrapper
 
 
-def _jobs(
-    module: cst.Module, engine: str, optional: frozenset[str] = frozenset()
-) -> cst.Module:
+def _jobs(module: Code, engine: str, optional: frozenset[str] = frozenset()) -> Code:
     """Each job of one engine's file that is a turn; ``optional`` ones where they are there."""
     for (place, name), job in JOBS.items():
         if place != engine or not job.whole:
             continue
-        if name in optional and not nested.has_function(module, name):
+        if name in optional and not has_anywhere(module, name):
             continue
         arguments = [_constant(job.site)]
         if name not in _OF_BACKENDS:
@@ -99,7 +94,7 @@ def _jobs(
             if job.pauses:
                 arguments.append("model")
         turn = f"gpu_turn.one_turn({', '.join(arguments)})"
-        module = nested.decorate_functions(module, name, turn)
+        module = editing.decorate_everywhere(module, name, turn)
     return _imported(module, "..")
 
 
@@ -112,13 +107,13 @@ def _constant(site: sites.Site) -> str:
     return f"gpu_turn.{name}"
 
 
-def embedding(module: cst.Module) -> cst.Module:
+def embedding(module: Code) -> Code:
     """One batch of texts is one turn."""
     module = decorate(module, "MLXEmbeddingModel.embed", "gpu_turn.embedding")
     return _imported(module, "..")
 
 
-def reranker(module: cst.Module) -> cst.Module:
+def reranker(module: Code) -> Code:
     """One request is one turn, with pauses between its forwards."""
     module = decorate(module, "MLXRerankerModel.rerank", "gpu_turn.reranker")
     for name, forward in (
@@ -128,34 +123,34 @@ def reranker(module: cst.Module) -> cst.Module:
         name = f"MLXRerankerModel.{name}"
         if has(module, name):
             pause = "gpu_turn.yield_turn()"
-            module = nested.insert_beside(module, name, forward, pause, before=True)
+            module = editing.insert_beside(module, name, forward, pause, before=True)
     return _imported(module, "..")
 
 
-def text_to_speech(module: cst.Module) -> cst.Module:
+def text_to_speech(module: Code) -> Code:
     """One chunk of audio is one turn; a file has pauses between its chunks."""
     return _jobs(module, "tts")
 
 
-def speech_to_text(module: cst.Module) -> cst.Module:
+def speech_to_text(module: Code) -> Code:
     """One chunk of a stream is one turn; a file has pauses between its windows."""
     some = frozenset({"_decode_segment", "_next_token", *_OF_BACKENDS})
     return _jobs(module, "stt", some)
 
 
-def speech_to_speech(module: cst.Module) -> cst.Module:
+def speech_to_speech(module: Code) -> Code:
     """One file is one turn."""
     return _jobs(module, "sts")
 
 
-def vlm(module: cst.Module) -> cst.Module:
+def vlm(module: Code) -> Code:
     """Vision encoding is one turn; a diffusion pauses between its steps."""
     engine = "VLMBatchedEngine"
     module = decorate(module, f"{engine}._process_chat_messages", "gpu_turn.vision")
     for name in ("_prepare_diffusion_inputs_from_prompt", "_process_diffusion_chat_messages"):
         turn = f"gpu_turn.one_turn({_constant(sites.DIFFUSION)})"
         module = decorate(module, f"{engine}.{name}", turn)
-    module = nested.insert_beside(
+    module = editing.insert_beside(
         module,
         f"{engine}._iter_diffusion_outputs_sync",
         "results = stream_diffusion_generate(...)",
@@ -164,9 +159,9 @@ def vlm(module: cst.Module) -> cst.Module:
     return _imported(module, "..")
 
 
-def dflash(module: cst.Module) -> cst.Module:
+def dflash(module: Code) -> Code:
     """A generation is one turn with pauses between its events."""
-    module = nested.insert_beside(
+    module = editing.insert_beside(
         module,
         "DFlashEngine._stream_dflash_events",
         "event_iter = stream_dflash_generate(...)",
@@ -175,10 +170,10 @@ def dflash(module: cst.Module) -> cst.Module:
     return _imported(module, "..")
 
 
-def test_settings(module: cst.Module) -> cst.Module:
+def test_settings(module: Code) -> Code:
     """It compares the whole section."""
     name = "TestSchedulerSettings.test_to_dict"
-    return entries.add_entry(module, name, "serialize_engine_gpu", "False")
+    return editing.add_entry(module, name, "serialize_engine_gpu", "False")
 
 
 CHANGE = Change(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import libcst as cst
-
-from omlx_admission.upstream import anchors, editing, package
+from omlx_admission.upstream import editing, package
 from omlx_admission.upstream.change import Change
+from omlx_admission.upstream.code import Code, has
 
 #: By these the holder itself says that its model may go: to it the model is not busy.
 UNLOADS = (
@@ -18,23 +17,20 @@ UNLOADS = (
 )
 
 
-def engine_pool(module: cst.Module) -> cst.Module:
+def engine_pool(module: Code) -> Code:
     """Two decorators; and an unload by the holder itself finds no lease of its own."""
     module = editing.add_import(
         module, "from .admission.leases import leased_for_request, released_by_request"
     )
     module = editing.add_import(module, "from .admission.pool import holding")
     module = package.add_release(module)
-    for name in UNLOADS:
-        if anchors.has(module, f"EnginePool.{name}"):
-            module = editing.insert_first(
-                module, f"EnginePool.{name}", "holding.let_go(model_id)"
-            )
+    unloads = [name for name in (f"EnginePool.{n}" for n in UNLOADS) if has(module, name)]
+    module = editing.insert_first(module, unloads, "holding.let_go(model_id)")
     module = editing.decorate(module, "EnginePool.release_engine", "released_by_request")
     return editing.decorate(module, "EnginePool.get_engine", "leased_for_request")
 
 
-def server(module: cst.Module) -> cst.Module:
+def server(module: Code) -> Code:
     """The middleware that knows when a request ends."""
     return package.add_middleware(module)
 

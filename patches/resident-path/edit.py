@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import libcst as cst
-
-from omlx_admission.upstream import docstrings, editing, nested, package
+from omlx_admission.upstream import editing, package
 from omlx_admission.upstream.change import AnchorMissing, Change
+from omlx_admission.upstream.code import Code
 
 POOL = "EnginePool"
 
@@ -71,7 +70,7 @@ async def _get_engine_past_teardown(
 '''
 
 
-def engine_pool(module: cst.Module) -> cst.Module:
+def engine_pool(module: Code) -> Code:
     """The pool of 0.5.0 to 0.6.x."""
     module = editing.insert_after_assignment(
         module,
@@ -109,7 +108,7 @@ def engine_pool(module: cst.Module) -> cst.Module:
             return
         """,
     )
-    module = docstrings.reword(module, f"{POOL}.acquire", "under the pool lock ", "")
+    module = editing.reword(module, f"{POOL}.acquire", "under the pool lock ", "")
     module = editing.add_import(
         module, "from .admission.pool.ready import engine_past_teardown, ready_engine"
     )
@@ -134,10 +133,10 @@ def engine_pool(module: cst.Module) -> cst.Module:
     )
 
 
-def enforcer(module: cst.Module) -> cst.Module:
+def enforcer(module: Code) -> Code:
     """Look again after a suspension between the choice of a victim and its unload."""
     try:
-        return nested.insert_beside(
+        return editing.insert_beside(
             module,
             "ProcessMemoryEnforcer._check_and_enforce",
             "result = await entry.engine.abort_all_requests()",

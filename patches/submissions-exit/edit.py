@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import libcst as cst
-
-from omlx_admission.upstream import entries, nested
-from omlx_admission.upstream.anchors import find, squeezed
+from omlx_admission.upstream import editing
 from omlx_admission.upstream.change import Change
-from omlx_admission.upstream.editing import insert_after_definition
+from omlx_admission.upstream.code import Code, find
 
 EXIT = "exit_if_gpu_submissions_ignored"
 CHECK = EXIT + "({})"
@@ -64,64 +61,55 @@ class MLXExecutor(concurrent.futures.ThreadPoolExecutor):
 '''
 
 
-def fatal(module: cst.Module) -> cst.Module:
+def fatal(module: Code) -> Code:
     """The check, beside the exit that it uses."""
     find(module, "fatal_exit")
-    module = insert_after_definition(module, "FATAL_TEARDOWN_TIMEOUT_S", TEXTS)
-    return entries.append_definitions(module, FUNCTIONS)
+    module = editing.insert_after_definition(module, "FATAL_TEARDOWN_TIMEOUT_S", TEXTS)
+    return editing.append_definitions(module, FUNCTIONS)
 
 
-def metal_sync(module: cst.Module) -> cst.Module:
+def metal_sync(module: Code) -> Code:
     """The error of the targeted synchronise is swallowed here, and comes again."""
-    module = nested.insert_in_handlers(module, "_sync_and_clear_cache", "RuntimeError", CHECK)
-    return entries.import_name(module, ".fatal", EXIT)
+    module = editing.insert_in_handlers(module, "_sync_and_clear_cache", "RuntimeError", CHECK)
+    return editing.import_name(module, ".fatal", EXIT)
 
 
-def engine_core(module: cst.Module) -> cst.Module:
+def engine_core(module: Code) -> Code:
     """Everything on the engines' threads and the shared one passes their executors."""
     stock = "concurrent.futures.ThreadPoolExecutor"
     for name in ("get_mlx_executor", "EngineCore.__init__"):
-        module = nested.replace_callee(module, name, stock, "MLXExecutor")
-    module = entries.insert_before_definition(module, "_final_engine_thread_reclaim", EXECUTOR)
-    return entries.import_name(module, ".utils.fatal", "run_gpu_work")
+        module = editing.replace_callee(module, name, stock, "MLXExecutor")
+    module = editing.insert_before_definition(module, "_final_engine_thread_reclaim", EXECUTOR)
+    return editing.import_name(module, ".utils.fatal", "run_gpu_work")
 
 
-def scheduler(module: cst.Module) -> cst.Module:
+def scheduler(module: Code) -> Code:
     """Handlers that end requests and keep only the error's text."""
     find(module, "Scheduler.fail_all_requests")
     before = module
-    for function in _methods(module, "Scheduler"):
-        name = f"Scheduler.{function}"
-        module = nested.insert_in_handlers(module, name, "RuntimeError", CHECK, needed=False)
+    module = editing.insert_in_handlers(
+        module, "Scheduler", "RuntimeError", CHECK, needed=False
+    )
     clean_up = "Scheduler.fail_all_requests"
-    module = nested.insert_in_handlers(module, clean_up, "Exception", CHECK, needed=False)
-    if module.deep_equals(before):
+    module = editing.insert_in_handlers(module, clean_up, "Exception", CHECK, needed=False)
+    if module.content == before.content:
         return module
-    return entries.import_name(module, ".utils.fatal", EXIT)
+    return editing.import_name(module, ".utils.fatal", EXIT)
 
 
-def _methods(module: cst.Module, name: str) -> list[str]:
-    """Names of the methods of a class that name RuntimeError."""
-    return [
-        node.name.value
-        for node in find(module, name).body.body
-        if isinstance(node, cst.FunctionDef) and "exceptRuntimeError" in squeezed(node)
-    ]
-
-
-def vlm(module: cst.Module) -> cst.Module:
+def vlm(module: Code) -> Code:
     """A diffusion's error goes to its reader instead of the executor."""
-    if "run_in_executor" not in module.code:
+    if "run_in_executor" not in module.text:
         return module
-    module = nested.insert_in_handlers(module, "_worker", "BaseException", CHECK)
-    return entries.import_name(module, "..utils.fatal", EXIT)
+    module = editing.insert_in_handlers(module, "_worker", "BaseException", CHECK)
+    return editing.import_name(module, "..utils.fatal", EXIT)
 
 
-def dflash(module: cst.Module) -> cst.Module:
+def dflash(module: Code) -> Code:
     """So does the error of a streamed generation."""
     name = "DFlashEngine._run_generate_streaming"
-    module = nested.insert_in_handlers(module, name, "Exception", CHECK)
-    return entries.import_name(module, "..utils.fatal", EXIT)
+    module = editing.insert_in_handlers(module, name, "Exception", CHECK)
+    return editing.import_name(module, "..utils.fatal", EXIT)
 
 
 CHANGE = Change(

@@ -13,12 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import libcst as cst
 import pytest
 
-from omlx_admission.upstream import entries, nested, register, style
+from omlx_admission.upstream import editing, register, style
 from omlx_admission.upstream.apply import make
 from omlx_admission.upstream.change import AnchorMissing, Refused
+from omlx_admission.upstream.code import Code
+from omlx_admission.upstream.plan import Tree, plan
 
 from .conftest import git
 
@@ -131,15 +132,13 @@ SITES = {
 
 @pytest.mark.parametrize("path", SITES)
 def test_a_site_that_moved_is_refused_with_its_name(checkout: Path, path: str) -> None:
-    from omlx_admission.upstream.plan import plan
-
     file = checkout / "omlx" / path
     old, new = SITES[path]
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
     with pytest.raises(Refused, match=f"gpu-turn: omlx/{path}: "):
-        plan(checkout, register.select("gpu-turn"))
+        plan(Tree(checkout), register.select("gpu-turn"))
 
 
 def test_an_omlx_without_the_optional_engine_is_edited_all_the_same(checkout: Path) -> None:
@@ -162,17 +161,19 @@ def test_a_test_of_omlxs_own_that_becomes_untrue_is_edited_where_it_is(checkout:
     assert edited == code.replace("2,\n", '2,\n            "serialize_engine_gpu": False,\n')
 
 
+def module(text: str) -> Code:
+    return Code(text.encode())
+
+
 class TestEdits:
     """The edits that these changes needed, on code that is not oMLX's."""
 
     def test_a_statement_in_a_loop_is_found_and_dots_stand_for_arguments(self) -> None:
         code = "def f():\n    for x in y:\n        z = g(x, 1)\n        h(z)\n"
-        done = nested.insert_beside(
-            cst.parse_module(code), "f", "z = g(...)", "before()", before=True
-        )
-        assert "    for x in y:\n        before()\n        z = g(x, 1)\n" in done.code
+        done = editing.insert_beside(module(code), "f", "z = g(...)", "before()", before=True)
+        assert "    for x in y:\n        before()\n        z = g(x, 1)\n" in done.text
         with pytest.raises(AnchorMissing, match="no statement z = k"):
-            nested.insert_beside(cst.parse_module(code), "f", "z = k(...)", "w()")
+            editing.insert_beside(module(code), "f", "z = k(...)", "w()")
 
     @pytest.mark.parametrize("length", [88, 89])
     def test_what_is_put_in_is_broken_where_it_is_too_long_there(self, length: int) -> None:
@@ -181,21 +182,21 @@ class TestEdits:
             "        except ValueError as e:\n            h(e)\n"
         )
         call = f"put_in({'a' * (length - len('            put_in()'))})"
-        beside = nested.insert_beside(cst.parse_module(code), "C.f", "g(x)", call)
-        within = nested.insert_in_handlers(cst.parse_module(code), "C.f", "ValueError", call)
+        beside = editing.insert_beside(module(code), "C.f", "g(x)", call)
+        within = editing.insert_in_handlers(module(code), "C.f", "ValueError", call)
         for done in (beside, within):
-            more = len(done.code.splitlines()) - len(code.splitlines())
+            more = len(done.text.splitlines()) - len(code.splitlines())
             assert more == (1 if length <= style.DEFAULT_LINE_LENGTH else 3)
-            assert max(map(len, done.code.splitlines())) <= style.DEFAULT_LINE_LENGTH
+            assert max(map(len, done.text.splitlines())) <= style.DEFAULT_LINE_LENGTH
 
     def test_a_handler_without_a_name_gets_one_and_loses_its_pass(self) -> None:
         code = "def f():\n    try:\n        g()\n    except ValueError:\n        pass\n"
-        done = nested.insert_in_handlers(cst.parse_module(code), "f", "ValueError", "look({})")
-        assert done.code == code.replace("ValueError:", "ValueError as e:").replace(
+        done = editing.insert_in_handlers(module(code), "f", "ValueError", "look({})")
+        assert done.text == code.replace("ValueError:", "ValueError as e:").replace(
             "pass", "look(e)"
         )
         with pytest.raises(AnchorMissing, match="no handler of KeyError"):
-            nested.insert_in_handlers(cst.parse_module(code), "f", "KeyError", "look({})")
+            editing.insert_in_handlers(module(code), "f", "KeyError", "look({})")
 
     def test_a_field_a_keyword_and_an_entry_come_last(self) -> None:
         code = (
@@ -203,20 +204,43 @@ class TestEdits:
             "            a=1,\n            b=2,\n        )\n\n"
             "def g():\n    return {\n        'a': 1,\n        'b': 2,\n    }\n"
         )
-        module = entries.insert_field(cst.parse_module(code), "C", "c: int = 3")
-        module = entries.add_keyword(module, "C.f", "cls", "c", "3")
-        module = entries.add_entry(module, "g", "c", "3")
-        assert "    a: int = 1\n    c: int = 3\n" in module.code
-        assert "            b=2,\n            c=3,\n        )" in module.code
-        assert "        'b': 2,\n        \"c\": 3,\n    }" in module.code
+        done = editing.insert_field(module(code), "C", "c: int = 3")
+        done = editing.add_keyword(done, "C.f", "cls", "c", "3")
+        done = editing.add_entry(done, "g", "c", "3")
+        assert "    a: int = 1\n    c: int = 3\n" in done.text
+        assert "            b=2,\n            c=3,\n        )" in done.text
+        assert "        'b': 2,\n        \"c\": 3,\n    }" in done.text
         with pytest.raises(AnchorMissing, match="0 calls of make"):
-            entries.add_keyword(module, "C.f", "make", "c", "3")
+            editing.add_keyword(done, "C.f", "make", "c", "3")
 
     def test_names_are_imported_with_those_of_the_same_module(self) -> None:
         code = "import os\n\nfrom .b import Two, three\n"
-        done = entries.import_name(cst.parse_module(code), ".b", "ONE")
-        assert done.code == "import os\n\nfrom .b import ONE, Two, three\n"
-        done = entries.import_name(done, ".a", "x")
-        assert "from .a import x\nfrom .b import" in done.code
-        alone = entries.import_name(cst.parse_module("import os\n\nx = 1\n"), ".a", "x")
-        assert alone.code == "import os\n\nfrom .a import x\n\nx = 1\n"
+        done = editing.import_name(module(code), ".b", "ONE")
+        assert done.text == "import os\n\nfrom .b import ONE, Two, three\n"
+        done = editing.import_name(done, ".a", "x")
+        assert "from .a import x\nfrom .b import" in done.text
+        alone = editing.import_name(module("import os\n\nx = 1\n"), ".a", "x")
+        assert alone.text == "import os\n\nfrom .a import x\n\nx = 1\n"
+
+    def test_a_split_keeps_every_old_line_and_what_belongs_to_it(self) -> None:
+        code = (
+            "class C:\n    @cached\n    # why\n    async def f(\n"
+            "        self, é: int = 1\n    ):  # s\n"
+            '        """Do."""\n        # first\n        return await g("é")\n\n    x = 1\n'
+        )
+        done = editing.split_function(
+            module(code), "C.f", head="return self._f(é)", rest="_f", doc="Old."
+        )
+        head, tail = code.split("        # first\n")
+        assert done.text == (
+            head + "        return self._f(é)\n\n    async def _f(\n        self, é: int = 1\n"
+            '    ):  # s\n        """Old."""\n        # first\n' + tail
+        )
+
+    def test_a_block_on_the_line_of_its_head_is_refused(self) -> None:
+        with pytest.raises(AnchorMissing, match="on the line of its head"):
+            editing.insert_first(module("def f(): return 1\n"), "f", "g()")
+
+    def test_what_cannot_be_parsed_is_refused(self) -> None:
+        with pytest.raises(Refused, match="cannot be parsed"):
+            editing.insert_first(module("def f(:\n"), "f", "g()")
