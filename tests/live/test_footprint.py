@@ -37,7 +37,9 @@ def test_p5_five_swaps_with_bytes_that_leave_late(serve: Serve) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_p5_bytes_that_never_leave(serve: Serve, stream: bool) -> None:
     """Neither the prompt nor the model is too large."""
-    server = serve(load_s=0.2, plan={"residue_s": FOR_EVER})
+    # No head of an answer is sent before its status is known, however busy the machine.
+    held = {"OMLX_ADMISSION_STREAM_HOLD_S": "60"}
+    server = serve(load_s=0.2, plan={"residue_s": FOR_EVER}, **held)
     client = Client(server.url)
 
     async def scenario() -> list[Answer]:
