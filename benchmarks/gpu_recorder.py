@@ -21,7 +21,7 @@ import wrapt
 from benchmarks.loop_probe import Lines
 from omlx_admission.gpu_turn import sites
 from omlx_admission.gpu_turn import turn as gpu_turn
-from omlx_admission.surfaces.demo import launch
+from standin import launch
 
 
 def _recorded(

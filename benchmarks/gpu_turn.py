@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from benchmarks.arguments import checkout
 from omlx_admission.gpu_turn.turn import GpuTurn, Span
 from omlx_admission.surfaces.demo.client import Answer, Client
-from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels
+from standin.server import Server
 
 #: Plugin features other than the one that is measured.
 _QUIET = {
@@ -50,10 +50,7 @@ class RecordedServer(Server):
 
     files: Path = field(default_factory=Path)
 
-    def _command(self) -> list[str]:
-        command = super()._command()
-        command[2] = "benchmarks.gpu_recorder"
-        return command
+    module = "benchmarks.gpu_recorder"
 
     def works(self) -> list[Work]:
         """What was recorded so far, by start."""

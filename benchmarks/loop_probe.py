@@ -1,6 +1,6 @@
 """A server that writes down its loop's beat.
 
-``python -m benchmarks.loop_probe PLAN serve ...``, as the demo's launcher is started.
+``python -m benchmarks.loop_probe PLAN serve ...``, as `standin.launch` is started.
 
 A beat is due on the server's own loop every 5 ms; how late it comes is the loop's lag.
 One JSON line a beat goes to the file named by ``LOOP_PROBE``, beside one for every garbage
@@ -27,7 +27,7 @@ from typing import Any
 
 import wrapt
 
-from omlx_admission.surfaces.demo import launch
+from standin import launch
 
 BEAT_S = 0.005
 

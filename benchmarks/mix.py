@@ -32,8 +32,8 @@ import httpx
 from benchmarks.outcome import FAILING, NEVER, NORMAL, Record, judge, overtaken
 from omlx_admission.core import faults
 from omlx_admission.surfaces.demo.client import LOCAL
-from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels
+from standin.server import Server
 
 #: Bytes counted by oMLX. Under the ceiling one of A and B fits, C and D beside neither
 #: or either; F fails to load, X never fits.

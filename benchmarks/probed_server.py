@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omlx_admission.surfaces.demo.server import Server
-
-_REPOSITORY = Path(__file__).resolve().parent.parent
+from standin.server import Server
 
 
 @dataclass
 class ProbedServer(Server):
-    """Starts `benchmarks.loop_probe` instead of the demo's launcher.
+    """Starts `benchmarks.loop_probe` instead of the launcher.
 
     Attributes:
         probe: the plan; see `benchmarks.loop_probe`.
@@ -24,14 +21,10 @@ class ProbedServer(Server):
 
     probe: Mapping[str, object] = field(default_factory=dict)
 
-    def _command(self) -> list[str]:
-        command = super()._command()
-        command[2] = "benchmarks.loop_probe"
-        return command
+    module = "benchmarks.loop_probe"
 
     def _environment(self) -> dict[str, str]:
         variables = super()._environment()
-        variables["PYTHONPATH"] += os.pathsep + str(_REPOSITORY)
         variables["LOOP_PROBE"] = str(self._lines)
         variables["LOOP_PROBE_PLAN"] = json.dumps(self.probe)
         return variables

@@ -20,8 +20,8 @@ import standin
 from benchmarks.arguments import checkout
 from benchmarks.table import Row, render
 from omlx_admission.surfaces.demo.client import Answer, Client
-from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels
+from standin.server import Server
 
 #: Requests to the resident model per phase.
 _REQUESTS = 20

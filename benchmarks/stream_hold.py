@@ -29,7 +29,7 @@ from benchmarks.arguments import checkout
 from benchmarks.server import models
 from benchmarks.table import Row, render
 from omlx_admission.surfaces.demo.client import LOCAL
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 READ_TIMEOUT_S = 15.0
 BUSY_S, BUDGET_S = 40.0, 25.0

@@ -19,7 +19,7 @@ from benchmarks.arguments import checkout
 from benchmarks.routes_matrix.outcomes import OUTCOMES, Outcome
 from benchmarks.routes_matrix.routes import BROKEN, KEY, MEMORY_GB, Reply, make_models
 from benchmarks.routes_matrix.table import problems, render
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 #: Seconds of a load.
 _LOAD_S = 0.3

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.routes_matrix.routes import COUNT, KEY, ROUTES, Reply, Route, ask
 from omlx_admission.surfaces.demo.client import Client
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 #: Tokens of ``busy``, a few dozen a second: a stream that outlasts any moment.
 _LONG = 5000

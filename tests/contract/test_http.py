@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 from standin.tinymodels import make_embedder, make_text_model
 
 GUARD_GB = 2.7

@@ -18,8 +18,8 @@ import pytest
 import standin
 from omlx_admission.core import faults
 from omlx_admission.surfaces.demo.client import Answer, Client
-from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels
+from standin.server import Server
 
 #: Bytes counted by oMLX: with the guard at 2.7 GB one of A and B fits, D fits
 #: beside either, and X never fits.
@@ -121,7 +121,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(omlx: Omlx, models: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Start a patched server: ``serve(load_s=2.0, OMLX_ADMISSION_MAX_WAIT_S="2")``.
 
-    ``plan`` is more of the plan of ``surfaces/demo/launch.py``, ``arguments`` of the
+    ``plan`` is more of the plan of ``standin/launch.py``, ``arguments`` of the
     command line. With ``ceiling_gb=2.7`` the server runs in oMLX's default tier and the
     ceiling moves by ``server.set_ceiling(1.2)``; X is still too large for ever, unless
     ``plan`` states another ``static_gb``. Loads that hang go on when the test ends.

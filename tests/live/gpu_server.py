@@ -1,6 +1,6 @@
 """A server whose GPU can be made to fail, and whose GPU work is written down.
 
-``python gpu_server.py PLAN serve ...`` as `omlx_admission.surfaces.demo.launch`. From
+``python gpu_server.py PLAN serve ...`` as `standin.launch`. From
 the moment the file named by ``GPU_FAILS`` is there, every synchronise (with ``GPU_WHERE``
 ``work``: every evaluation) raises its text as MLX does. ``GPU_SPANS`` names the file for
 one JSON line per burst or embedding: model, start, end (seconds of the monotonic clock),
@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import wrapt
 
-from omlx_admission.surfaces.demo import launch
+from standin import launch
 
 _stock = mx.synchronize
 _fails = Path(os.environ.get("GPU_FAILS", "/nowhere"))

@@ -13,7 +13,7 @@ import httpx
 
 from benchmarks.routes_matrix.routes import BROKEN, KEY, MEMORY_GB, Reply, Route, ask
 from omlx_admission.surfaces.demo.client import LOCAL, Answer, Client
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 from .conftest import Omlx, said, streaming
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from omlx_admission.surfaces.demo.client import LOCAL
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ROUTES: dict[str, dict[str, Any]] = {

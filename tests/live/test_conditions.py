@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from omlx_admission.surfaces.demo.client import Answer, Client
-from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels
+from standin.server import Server
 
 from .conftest import STATIC_GB, loading, until
 

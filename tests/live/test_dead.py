@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from omlx_admission.surfaces.demo.client import LOCAL, Client
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 from .streams import Door, Reading
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from omlx_admission.surfaces.demo.client import Answer, Client
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 from .test_main_job import swaps
 

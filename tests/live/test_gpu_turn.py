@@ -14,8 +14,8 @@ import pytest
 
 from omlx_admission.gpu import exposure_file
 from omlx_admission.surfaces.demo.client import Answer, Client
-from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels
+from standin.server import Server
 
 from .conftest import Omlx
 
@@ -26,12 +26,10 @@ IGNORED = (
 
 
 class GpuServer(Server):
-    """Starts `gpu_server` instead of the demo's launcher."""
+    """Starts `gpu_server` instead of the launcher."""
 
-    def _command(self) -> list[str]:
-        command = super()._command()
-        command[1:3] = [str(Path(__file__).with_name("gpu_server.py"))]
-        return command
+    def _launcher(self) -> list[str]:
+        return [str(Path(__file__).with_name("gpu_server.py")), json.dumps(self.plan)]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 
 from omlx_admission.surfaces.demo.server import variables_for
 from standin import tinymodels
+from standin.server import on_path
 
 from .conftest import Omlx
 
@@ -33,7 +34,7 @@ def told(omlx: Omlx, tmp_path: Path) -> dict[str, Any]:
         tinymodels.make_audio_model(models, name="stt", kind="stt", counted_bytes=_SIZE)
         base = tmp_path / "base"
         variables = {
-            **variables_for(base, omlx.source),
+            **on_path(variables_for(base, omlx.source)),
             "OMLX_BASE_PATH": str(base),
             "OMLX_ADMISSION_MAX_AGE_S": "0",
         }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from omlx_admission.surfaces.demo.client import Client
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 Serve = Callable[..., Server]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from omlx_admission.surfaces.demo.client import Answer, Client
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 from .conftest import Omlx, loading, said, streaming, until
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from omlx_admission.surfaces.demo.client import Answer, Client
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 from .conftest import loading, streaming, until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 from .streams import ROUTES, Door
 

@@ -16,8 +16,8 @@ from benchmarks.routes_matrix.outcomes import OUTCOMES
 from benchmarks.routes_matrix.routes import KEY, ROUTES, Reply, make_models
 from benchmarks.routes_matrix.table import problems
 from omlx_admission.surfaces.demo.client import Answer
-from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels
+from standin.server import Server
 
 from .conftest import Omlx
 from .house import KINDS, House, error_of, start

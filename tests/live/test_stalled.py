@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from omlx_admission.surfaces.demo.client import Client
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 Serve = Callable[..., Server]
 

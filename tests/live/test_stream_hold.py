@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import standin
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 from .conftest import Omlx
 from .streams import ROUTES, Door, Reading

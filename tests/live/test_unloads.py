@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from omlx_admission.surfaces.demo.client import LOCAL, Answer, Client
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 from .conftest import SIZES, Omlx
 from .streams import ROUTES

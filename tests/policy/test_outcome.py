@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.mix import CEILING_GB, Mix, left_behind
 from benchmarks.outcome import FAILING, NEVER, NORMAL, Record, judge, overtaken
-from omlx_admission.surfaces.demo.server import Server
+from standin.server import Server
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 

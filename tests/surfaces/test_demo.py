@@ -70,7 +70,7 @@ def test_a_server_on_which_the_plugin_is_not_active_is_told(
     real = runs.Setup.server
 
     def off(setup: runs.Setup, mode: str) -> Server:
-        return dataclasses.replace(real(setup, mode), environment={"OMLX_ADMISSION": "0"})
+        return dataclasses.replace(real(setup, mode), patched=False)
 
     monkeypatch.setattr(runs.Setup, "server", off)
     call = ["demo", "--only", "too-large", "--load-seconds", "0.5"]

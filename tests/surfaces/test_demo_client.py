@@ -238,14 +238,14 @@ def test_a_server_sees_this_package_and_nothing_else_of_ours(
 @pytest.mark.parametrize("patched", [True, False])
 def test_the_command_and_the_switch(tmp_path: Path, patched: bool) -> None:
     server = Server(
-        tmp_path / "m", tmp_path, patched=patched, plan={"load_s": 1.0}, memory_gb=3.4, port=1
+        tmp_path / "m", tmp_path, patched=patched, load_s=1.5, memory_gb=3.4, port=1
     )
     command = server._command()
     assert command[:4] == [
         sys.executable,
         "-m",
         "omlx_admission.surfaces.demo.launch",
-        '{"load_s": 1.0}',
+        "1.5",
     ]
     assert command[-2:] == ["--memory-guard-gb", "3.4"]
     assert server._environment()["OMLX_ADMISSION"] == str(int(patched))

@@ -15,8 +15,9 @@ import pytest
 
 import standin
 from omlx_admission.surfaces.demo.client import LOCAL, Client
-from omlx_admission.surfaces.demo.server import Server, free_port
+from omlx_admission.surfaces.demo.server import free_port
 from standin import tinymodels
+from standin.server import Server
 
 from . import browser as chromium
 

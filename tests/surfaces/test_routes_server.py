@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import standin
 from omlx_admission.surfaces import routes, status
 from omlx_admission.surfaces.demo.client import LOCAL, Client
-from omlx_admission.surfaces.demo.server import Server
 from standin import tinymodels
+from standin.server import Server
 
 KEY = "server-test-key"
 PROMPT = "hello"  # what Client sends

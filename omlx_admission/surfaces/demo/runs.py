@@ -67,7 +67,7 @@ class Setup:
             patched=mode == "patched",
             source=self.target.source,
             python=self.target.python,
-            plan={"load_s": self.load_s},
+            load_s=self.load_s,
             memory_gb=models.MEMORY_GB,
             port=self.port,
         )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import site
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -31,11 +29,8 @@ class Server:
     Attributes:
         source: folder with the package ``omlx``; None takes this Python's own.
         python: interpreter that has what that oMLX needs.
-        plan: see :mod:`omlx_admission.surfaces.demo.launch`.
-        environment: variables on top of the current ones.
+        load_s: what every load takes, in seconds.
         memory_gb: a ceiling that does not move.
-        ceiling_gb: instead of it the moving part of the ceiling in oMLX's default tier, to
-            begin with; see `set_ceiling`.
         start_s: longest wait in seconds for the server to answer.
     """
 
@@ -44,11 +39,8 @@ class Server:
     patched: bool
     source: Path | None = None
     python: str = sys.executable
-    plan: Mapping[str, object] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    arguments: Sequence[str] = ()
+    load_s: float = 0.0
     memory_gb: float | None = 2.7
-    ceiling_gb: float | None = None
     port: int = 0
     start_s: float = 60.0
 
@@ -74,8 +66,6 @@ class Server:
     def __enter__(self) -> Server:
         self.base.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
-        if self.ceiling_gb is not None:
-            self.set_ceiling(self.ceiling_gb)
         self._log = self.log_path.open("wb")
         try:
             self._process = subprocess.Popen(
@@ -106,40 +96,28 @@ class Server:
         if self._log is not None:
             self._log.close()
 
-    def set_ceiling(self, gb: float) -> None:
-        """Move the ceiling of a server that was given ``ceiling_gb``."""
-        # In one step: the server may read at any moment.
-        new = self._ceiling.with_suffix(".new")
-        new.write_text(f"{gb:g}")
-        new.replace(self._ceiling)
-
-    @property
-    def _ceiling(self) -> Path:
-        return self.base.resolve() / "ceiling"
-
     @property
     def pid(self) -> int:
         """Process id of the running server."""
         assert self._process is not None
         return self._process.pid
 
+    def _launcher(self) -> list[str]:
+        return ["-m", "omlx_admission.surfaces.demo.launch", f"{self.load_s:g}"]
+
     def _command(self) -> list[str]:
-        command = [self.python, "-m", "omlx_admission.surfaces.demo.launch"]
-        plan = dict(self.plan)
-        if self.ceiling_gb is not None:
-            plan["ceiling_file"] = str(self._ceiling)
-        command += [json.dumps(plan), "serve"]
+        command = [self.python, *self._launcher(), "serve"]
         command += ["--model-dir", str(self.models.resolve())]
         command += ["--base-path", str(self.base.resolve())]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        if self.memory_gb is not None and self.ceiling_gb is None:
+        if self.memory_gb is not None:
             command += ["--memory-guard-gb", f"{self.memory_gb:g}"]
-        return [*command, *self.arguments]
+        return command
 
     def _environment(self) -> dict[str, str]:
         variables = variables_for(self.base, self.source)
         variables["OMLX_ADMISSION"] = str(int(self.patched))
-        return {**variables, **self.environment}
+        return variables
 
     def _wait_until_up(self) -> None:
         assert self._process is not None

@@ -22,7 +22,7 @@ from omlx import server  # noqa: E402
 from omlx.engine.stt import STTEngine  # noqa: E402
 
 from omlx_admission.hooks.pool.state import state_of  # noqa: E402
-from omlx_admission.surfaces.demo import launch  # noqa: E402
+from standin import launch  # noqa: E402
 
 launch.slow_down({"load_s": 0.01, "pretend_audio": True})
 
