@@ -12,8 +12,8 @@ not go backwards, such as `time.monotonic`. Nothing here locks: one caller at a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from omlx_admission.gpu.faults import GpuFault
@@ -23,9 +23,9 @@ LONG_TOKENS = 32_768
 issue 4224, which "the report" is below."""
 
 EVENT_WINDOW_S = 10.0
-"""One lockup is reported by several engines and again while they clean up. Reports less
-than this many seconds after the last one belong to the same lockup. A GPU that locks up
-again needs longer: the driver gives a buffer about 5 s before it resets the GPU."""
+"""One lockup is reported by several engines and again while they clean up: for this many
+seconds after its first report, by work that had begun before. Work that began later and
+locks the GPU up has done so anew, however soon."""
 
 MAX_ENGINES = 32
 """Engine names kept apart in one record; further ones are summed under `OTHER`."""
@@ -58,13 +58,19 @@ class Record:
     """Reports by class and engine: one lockup may show as a hang and several victims."""
     engines: dict[tuple[str, int, bool], float] = field(default_factory=dict)
     """Busy seconds by engine, by how many engines were busy (1 or 2), by serialised."""
+    ended: dict[Cell, int] = field(default_factory=dict)
+    """Processes that ended without a word. Metal may do that, and then no fault is reported."""
+    across: float = 0.0
+    """Of the seconds with two or more engines, those in which they were of two processes."""
 
     def add(self, other: Record) -> None:
         """Add ``other`` to this record, keeping at most `MAX_ENGINES` engine names."""
         for cell, seconds in other.seconds.items():
             self.seconds[cell] = self.seconds.get(cell, 0.0) + seconds
-        for cell, count in other.lockups.items():
-            self.lockups[cell] = self.lockups.get(cell, 0) + count
+        self.across += other.across
+        for mine, theirs in ((self.lockups, other.lockups), (self.ended, other.ended)):
+            for cell, count in theirs.items():
+                mine[cell] = mine.get(cell, 0) + count
         names = self.names()
         for (engine, busy, serialised), seconds in other.engines.items():
             key = (_bounded(engine, names), busy, serialised)
@@ -75,7 +81,7 @@ class Record:
 
     def without_names(self) -> Record:
         """The same counts, of engines that are all called `OTHER`."""
-        total = Record(dict(self.seconds), dict(self.lockups))
+        total = replace(self, faults={}, engines={})
         for (_, busy, serialised), seconds in self.engines.items():
             key = (OTHER, busy, serialised)
             total.engines[key] = total.engines.get(key, 0.0) + seconds
@@ -122,20 +128,62 @@ def _bounded(engine: str, names: set[str]) -> str:
     return engine
 
 
+class Others(NamedTuple):
+    """What other processes that count into the same ledger do."""
+
+    busy_s: float = 0.0
+    """For how long since the last question one of them had work."""
+    busy: bool = False
+    """Whether one has work now."""
+    long: int = 0
+    """How many of their engines hold a long request now."""
+    counted: bool = False
+    """Whether one of them counts the time that is common to all, so that this one must not."""
+    lockup: float = -math.inf
+    """When one of them counted its last lockup."""
+
+
+ALONE = Others()
+
+
+class Event:
+    """Reports that belong together: of one lockup, or of another fault."""
+
+    def __init__(self, now: float = -math.inf) -> None:
+        self._first = now
+        self.lockup = False
+        # (engine, class) -> whether the engine held a long request
+        self.reported: dict[tuple[str, GpuFault], bool] = {}
+
+    def at(self, now: float, fault: GpuFault, began: float) -> Event:
+        """The event of a report at ``now`` by work that began then: this one, or a new one."""
+        anew = fault.is_lockup and began > self._first
+        return self if now - self._first < EVENT_WINDOW_S and not anew else Event(now)
+
+
 class Exposure:
     """Events in, a `Record` out. Every setter states what *is*, so calling it again with
-    the same news costs a comparison, and a missed call is put right by the next one."""
+    the same news costs a comparison, and a missed call is put right by the next one.
 
-    def __init__(self, now: float, *, serialised: bool = False) -> None:
+    Engines of two processes may work at once. Each process then counts the time in which
+    it works alone, and one of them, the same one all along, what is common to all.
+    """
+
+    def __init__(
+        self,
+        now: float,
+        *,
+        serialised: bool = False,
+        others: Callable[[float], Others] = lambda _now: ALONE,
+    ) -> None:
         self._last = now
         self._serialised = serialised
+        self._others = others
         self._busy: dict[str, bool] = {}  # engine -> holds a long request
         self._cell = Cell(0, 0, serialised)
         self._record = Record()
         self._names: set[str] = set()
-        # (engine, class) -> when last reported, and whether the engine held a long request
-        self._reported: dict[tuple[str, GpuFault], tuple[float, bool]] = {}
-        self._last_lockup = -math.inf
+        self._event = Event()
 
     def busy(self, engine: str, now: float, *, longest: int = 0) -> None:
         """``engine`` has work from ``now`` on; its longest request has ``longest`` tokens.
@@ -164,32 +212,36 @@ class Exposure:
             self._serialised = on
             self._update()
 
-    def fault(self, engine: str, fault: GpuFault, now: float) -> bool:
-        """``engine`` met ``fault``. False: a repeat of a report already counted.
+    def fault(
+        self, engine: str, fault: GpuFault, now: float, *, began: float = -math.inf
+    ) -> bool:
+        """``engine`` met ``fault`` in work that began at ``began`` (clean-up after other
+        work: not given). False: a repeat of a report already counted.
 
         The engine counts as busy even if it was not said to be, and so does every engine
-        that reported within `EVENT_WINDOW_S`: of two that fail together, the first may
-        have turned idle by the time the second one speaks.
+        that reported in the same event: of two that fail together, the first may have
+        turned idle by the time the second one speaks.
         """
-        self._advance(now)
-        for known, (at, _) in list(self._reported.items()):
-            if now - at >= EVENT_WINDOW_S:
-                del self._reported[known]
-        _, was_long = self._reported.get((engine, fault), (now, False))
-        repeat = (engine, fault) in self._reported
-        self._reported[engine, fault] = (now, self._busy.get(engine, was_long))
-        involved = dict.fromkeys((name for name, _ in self._reported), False)
-        for (name, _), (_, long) in self._reported.items():
+        others = self._advance(now)
+        event = self._event = self._event.at(now, fault, began)
+        repeat = (engine, fault) in event.reported
+        was_long = event.reported.get((engine, fault), False)
+        event.reported[engine, fault] = self._busy.get(engine, was_long)
+        involved = {name: False for name, _ in event.reported}
+        for (name, _), long in event.reported.items():
             involved[name] |= long
         involved.update(self._busy)
-        cell = Cell(min(len(involved), 2), min(sum(involved.values()), 2), self._serialised)
+        cell = _cell(len(involved), sum(involved.values()), self._serialised)
+        if others.busy:
+            cell = _across(cell, others)
         if not repeat:
             where = (fault, _bounded(engine, self._names), cell)
             self._record.faults[where] = self._record.faults.get(where, 0) + 1
-        if fault.is_lockup:
-            if now - self._last_lockup >= EVENT_WINDOW_S:
+        if fault.is_lockup and not event.lockup:
+            event.lockup = True
+            if now - others.lockup >= EVENT_WINDOW_S or began > others.lockup:
                 self._record.lockups[cell] = self._record.lockups.get(cell, 0) + 1
-            self._last_lockup = now
+                self.last_lockup = now
         return not repeat
 
     def take(self, now: float) -> Record:
@@ -198,23 +250,46 @@ class Exposure:
         record, self._record, self._names = self._record, Record(), set()
         return record
 
+    #: When a lockup was last counted here.
+    last_lockup = -math.inf
+
     @property
     def cell(self) -> Cell:
-        """The present circumstances."""
+        """The present circumstances, in this process."""
         return self._cell
 
     def _update(self) -> None:
-        self._cell = Cell(
-            min(len(self._busy), 2), min(sum(self._busy.values()), 2), self._serialised
-        )
+        self._cell = _cell(len(self._busy), sum(self._busy.values()), self._serialised)
 
-    def _advance(self, now: float) -> None:
+    def _advance(self, now: float) -> Others:
         passed = now - self._last
-        if passed <= 0.0:
-            return
+        if passed < 0.0:
+            return ALONE
         self._last = now
-        record, cell = self._record, self._cell
-        record.seconds[cell] = record.seconds.get(cell, 0.0) + passed
+        record, cell, others = self._record, self._cell, self._others(now)
+        beside = min(passed, others.busy_s)
+        self._add(cell, passed - beside, common=not cell.busy, others=others)
+        if cell.busy:
+            self._add(_across(cell, others), beside, common=True, others=others)
+            if not others.counted:
+                record.across += beside
+        return others
+
+    def _add(self, cell: Cell, seconds: float, *, common: bool, others: Others) -> None:
+        record = self._record
+        if seconds <= 0.0:
+            return
+        if not (common and others.counted):
+            record.seconds[cell] = record.seconds.get(cell, 0.0) + seconds
         for engine in self._busy:
             key = (_bounded(engine, self._names), cell.busy, cell.serialised)
-            record.engines[key] = record.engines.get(key, 0.0) + passed
+            record.engines[key] = record.engines.get(key, 0.0) + seconds
+
+
+def _cell(busy: int, long: int, serialised: bool) -> Cell:
+    return Cell(min(busy, 2), min(long, 2), serialised)
+
+
+def _across(cell: Cell, others: Others) -> Cell:
+    """``cell`` beside busy engines of another process: no turn reaches there."""
+    return _cell(2, cell.long + others.long, False)

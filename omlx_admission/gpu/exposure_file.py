@@ -39,8 +39,9 @@ FILE_NAME = "omlx_admission_exposure.jsonl"
 MAX_BYTES = 256 * 1024
 """The file's limit; a minute of two busy engines takes about 400 bytes."""
 
-SCHEMA = 1
-"""Raised with every change that an older reader would misread, a new fault class too."""
+SCHEMA = 2
+"""Raised with every change that an older reader would misread, a new fault class too. A line
+says the oldest one that holds all of it: only those that need 2 are left to newer readers."""
 
 _SERIALISED = {True: "on", False: "off"}
 
@@ -64,8 +65,7 @@ class Line:
     """Seconds since 1970, as is ``end``."""
     end: float = 0.0
     starts: int = 0
-    """Processes that began; those that did not ``stop`` were killed, crashed or still run.
-    Metal often ends a process itself, and then no fault is reported by anybody."""
+    """Processes that began; those that did not ``stop`` ended without a word or still run."""
     stops: int = 0
     dropped: int = 0
     """Unreadable lines that a compaction left out."""
@@ -101,7 +101,7 @@ def encode(line: Line) -> bytes:
     """``line`` as it stands in the file, newline included."""
     record = line.record
     data: dict[str, Any] = {
-        "v": SCHEMA,
+        "v": 2 if record.ended or record.across else 1,
         "from": round(line.start, 1),
         "to": round(line.end, 1),
         **line.versions._asdict(),
@@ -112,6 +112,10 @@ def encode(line: Line) -> bytes:
     data["seconds"] = {_cell_key(c): round(s, 3) for c, s in sorted(record.seconds.items())}
     if record.lockups:
         data["lockups"] = {_cell_key(c): n for c, n in sorted(record.lockups.items())}
+    if record.ended:
+        data["ended"] = {_cell_key(c): n for c, n in sorted(record.ended.items())}
+    if record.across:
+        data["across"] = round(record.across, 3)
     if record.faults:
         data["faults"] = [
             [fault.value, engine, _cell_key(cell), count]
@@ -148,6 +152,8 @@ def decode(raw: bytes) -> Line:
             record=Record(
                 seconds={_cell(k): _seconds(s) for k, s in data["seconds"].items()},
                 lockups={_cell(k): _count(n) for k, n in data.get("lockups", {}).items()},
+                ended={_cell(k): _count(n) for k, n in data.get("ended", {}).items()},
+                across=_seconds(data.get("across", 0)),
                 faults={
                     (GpuFault(fault), _text(engine), _cell(cell)): _count(count)
                     for fault, engine, cell, count in data.get("faults", [])

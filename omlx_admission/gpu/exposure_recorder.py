@@ -20,6 +20,7 @@ from pathlib import Path
 from omlx_admission.gpu.exposure import Exposure, Record
 from omlx_admission.gpu.exposure_file import MAX_BYTES, ExposureFile, Line, Versions
 from omlx_admission.gpu.faults import GpuFault
+from omlx_admission.gpu.presence import Presence, forget, states
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ class ExposureRecorder:
         self._wall = wall
         self._lock = threading.Lock()  # the accumulator; held for microseconds
         self._writing = threading.Lock()  # the file and what is not in it yet
-        self._exposure = Exposure(clock(), serialised=serialised)
+        self._presence = Presence(path, versions._asdict(), wall())
+        self._exposure = Exposure(clock(), serialised=serialised, others=self._presence.others)
+        self._said = self._exposure.cell
         self._totals = Record()
         self._unwritten = Line(versions, start=wall())
         self._refused = False
@@ -63,26 +66,42 @@ class ExposureRecorder:
         """``engine`` has work, its longest request ``longest`` tokens; see
         `Exposure.busy`. Say it again as often as is handy."""
         with self._lock:
-            self._exposure.busy(engine, self._clock(), longest=longest)
+            now = self._clock()
+            self._exposure.busy(engine, now, longest=longest)
+            self._say(now)
 
     def idle(self, engine: str) -> None:
         """``engine`` has no work, or is closed."""
         with self._lock:
-            self._exposure.idle(engine, self._clock())
+            now = self._clock()
+            self._exposure.idle(engine, now)
+            self._say(now)
 
     def serialised(self, on: bool) -> None:
         """Engines take turns on the GPU, or no longer do."""
         with self._lock:
-            self._exposure.serialised(on, self._clock())
+            now = self._clock()
+            self._exposure.serialised(on, now)
+            self._say(now)
 
-    def fault(self, engine: str, fault: GpuFault) -> bool:
-        """Count ``fault`` of ``engine`` and put it on disk. False: a repeat of a report
-        already counted, nothing is written."""
+    def fault(self, engine: str, fault: GpuFault, *, began: float = -math.inf) -> bool:
+        """Count ``fault`` of ``engine``, in work that began then by the recorder's clock,
+        and put it on disk. False: a repeat of a report already counted, nothing is written."""
         with self._lock:
-            new = self._exposure.fault(engine, fault, self._clock())
+            now = self._clock()
+            new = self._exposure.fault(engine, fault, now, began=began)
+            if new:
+                self._say(now, anyway=True)
         if new:
             self.flush(sync=True, compact=False)
         return new
+
+    def _say(self, now: float, *, anyway: bool = False) -> None:
+        """Tell the other processes what this one does, where that has changed."""
+        cell = self._exposure.cell
+        if anyway or cell != self._said:
+            self._said = cell
+            self._presence.say(cell, now, self._wall(), self._exposure.last_lockup)
 
     def totals(self) -> Record:
         """What was counted since this recorder was made, as a copy."""
@@ -95,8 +114,12 @@ class ExposureRecorder:
     def start(self) -> None:
         """Note that a process began, and append what is counted from now on."""
         if self._thread is None:
+            with self._lock:
+                self._presence.begin(self._clock(), self._wall())
+                self._say(self._clock(), anyway=True)
             with self._writing:
                 self._unwritten.starts += 1
+            self._count_the_ended()
             self.flush()
             self._stop.clear()
             self._thread = threading.Thread(
@@ -113,6 +136,9 @@ class ExposureRecorder:
             with self._writing:
                 self._unwritten.stops += 1
         self.flush(sync=True)
+        self._count_the_ended()
+        with self._lock:
+            self._presence.end(self._clock(), self._wall())
 
     def flush(self, *, sync: bool = False, compact: bool = True) -> bool:
         """Append what is not in the file yet. False: it could not be, and is kept."""
@@ -129,6 +155,24 @@ class ExposureRecorder:
             idle = not line.record.faults and all(c.busy == 0 for c in line.record.seconds)
             if not idle or math.fsum(line.record.seconds.values()) >= IDLE_FLUSH_S:
                 self._write(sync=False, compact=True)
+        self._count_the_ended()
+
+    def _count_the_ended(self) -> None:
+        """Note the processes that ended suddenly, each by what it did at the end, and forget
+        all that have ended."""
+        for state, lives in states(self._file.path):
+            if lives or state.name == self._presence.name:
+                continue
+            if state.ended:
+                forget(self._file.path, state.name)
+                continue
+            versions = Versions(*(state.versions.get(key, "") for key in Versions._fields))
+            line = Line(versions, Record(ended={state.cell: 1}), state.seen, state.seen)
+            try:
+                if self._file.append(line):
+                    forget(self._file.path, state.name)
+            except OSError as error:
+                logger.debug("GPU exposure ledger %s: %s", self._file.path, error)
 
     def _run(self) -> None:
         while not self._stop.wait(FLUSH_S):

@@ -1,20 +1,24 @@
 """What happened on the GPU: exposure, faults, replays. Fed by hooks, read by status.
 
-A fault is logged once per engine and class within `EVENT_WINDOW_S`, with who held the
-turn and who waited, or with who was busy where engines take no turns. A process whose
+A fault is logged once per engine, class and event (`exposure.Event`), with the holder of
+the turn and its waiters, or with what was busy where engines take no turns. A process whose
 submissions the driver ignores ends itself where that is wanted: it would answer health
 checks and generate nothing until it is restarted (oMLX issue 3706).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from omlx_admission.gpu.exposure import EVENT_WINDOW_S
+from omlx_admission.gpu.exposure import Event
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
 from omlx_admission.gpu.faults import GpuFault, classify, classify_text
 from omlx_admission.gpu_turn import turn as gpu_turn
@@ -65,6 +69,33 @@ class Fault:
     circumstances: str
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_broken: set[str] = set()
+_thread = threading.local()
+
+
+def _raises_nothing(
+    method: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R | None]:
+    """The bookkeeping may fail; what it is about must not be hidden by that."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            if method.__name__ not in _broken:
+                _broken.add(method.__name__)
+                logger.exception(
+                    "admission: the GPU watch (%s) failed, oMLX goes on without it",
+                    method.__name__,
+                )
+            return None
+
+    return call
+
+
 @dataclass
 class Watch:
     """One per process. Methods may be called from any thread and raise nothing.
@@ -82,9 +113,10 @@ class Watch:
     replays: Replays = field(default_factory=Replays)
     faults: dict[tuple[str, GpuFault], Fault] = field(default_factory=dict)
     busy_now: dict[str, float] = field(default_factory=dict)
-    _seen: dict[tuple[str, GpuFault], float] = field(default_factory=dict)
+    _event: Event = field(default_factory=Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @_raises_nothing
     def busy(self, engine: str, longest: int) -> None:
         """``engine`` has work, its longest request ``longest`` tokens."""
         if engine not in self.busy_now:
@@ -92,11 +124,27 @@ class Watch:
         if self.recorder is not None:
             self.recorder.busy(engine, longest=longest)
 
+    @_raises_nothing
     def idle(self, engine: str) -> None:
         """``engine`` has no work, or is gone."""
         self.busy_now.pop(engine, None)
         if self.recorder is not None:
             self.recorder.idle(engine)
+
+    @contextmanager
+    def work(self, engine: str) -> Iterator[None]:
+        """The body is GPU work of ``engine`` on this thread. A fault that it meets, and
+        those that cleaning up after it meets on this thread, belong to this work."""
+        _thread.engine, _thread.began, _thread.working = engine, self.clock(), True
+        try:
+            yield
+        finally:
+            _thread.working = False
+
+    @staticmethod
+    def engine_of_thread() -> str:
+        """The engine that this thread works or last worked for, or the thread's name."""
+        return getattr(_thread, "engine", None) or threading.current_thread().name
 
     def saw(self, error: BaseException, engine: str) -> GpuFault | None:
         """Look at an exception that GPU work of ``engine`` raised: count, log, perhaps end
@@ -106,10 +154,15 @@ class Watch:
             return None
         self._note(fault, str(error), engine)
         if fault is GpuFault.SUBMISSIONS_IGNORED and self.exit is not None:
-            if self.recorder is not None:
-                self.recorder.flush(sync=True, compact=False)
+            self._end_ledger()
             self.exit(f"the GPU driver ignores this process's submissions ({error})")
         return fault
+
+    @_raises_nothing
+    def _end_ledger(self) -> None:
+        """The process ends now, and why is in the ledger."""
+        if self.recorder is not None:
+            self.recorder.close()
 
     def saw_text(self, text: str, engine: str) -> GpuFault | None:
         """The same for an error text that oMLX made of an exception which it swallowed.
@@ -121,6 +174,7 @@ class Watch:
             self._note(fault, text, engine)
         return fault
 
+    @_raises_nothing
     def replayed(self, tokens: int, seconds: float, ok: bool, engine: str) -> None:
         """A reconcile replay of ``tokens`` committed tokens has ended."""
         with self._lock:
@@ -136,29 +190,43 @@ class Watch:
             "" if ok else " and failed",
         )
 
+    @_raises_nothing
     def _note(self, fault: GpuFault, text: str, engine: str) -> None:
         now = self.clock()
+        began = self._began(now)
         key = (engine, fault)
         with self._lock:
-            last = self._seen.get(key)
-            self._seen[key] = now
-            if last is not None and now - last < EVENT_WINDOW_S:
-                return
-        circumstances = self._circumstances(now)
-        self.faults[key] = Fault(engine, fault, text[:500], time.time(), circumstances)
+            self._event = self._event.at(now, fault, began)
+            repeat = key in self._event.reported
+            self._event.reported[key] = False
+        if not repeat:
+            circumstances = self._circumstances(now) or "circumstances unknown"
+            logger.error(
+                "admission: GPU fault %s in '%s': %s; %s",
+                fault.value,
+                engine,
+                text[:500],
+                circumstances,
+            )
+            self.faults[key] = Fault(engine, fault, text[:500], time.time(), circumstances)
         if self.recorder is not None:
-            self.recorder.fault(engine, fault)
-        logger.error(
-            "admission: GPU fault %s in '%s': %s; %s",
-            fault.value,
-            engine,
-            text[:500],
-            circumstances,
-        )
+            self.recorder.fault(engine, fault, began=began)
 
+    def _began(self, now: float) -> float:
+        """When the work that failed on this thread began: where it waited for its turn
+        first, with the turn."""
+        began: float = getattr(_thread, "began", -math.inf)
+        turn = self.turn()
+        if getattr(_thread, "working", False) and turn is not None and turn.held():
+            began = max(began, now - turn.snapshot().held_s)
+        return began
+
+    @_raises_nothing
     def _circumstances(self, now: float) -> str:
         turn = self.turn()
-        busy = ", ".join(f"{n} ({now - since:.1f} s)" for n, since in self.busy_now.items())
+        busy = ", ".join(
+            f"{name} ({now - since:.1f} s)" for name, since in self.busy_now.copy().items()
+        )
         if turn is None:
             return f"engines take no turns; busy: {busy or 'none'}"
         state = turn.snapshot()

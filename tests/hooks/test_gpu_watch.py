@@ -17,15 +17,21 @@ from omlx_admission.gpu.exposure_file import Versions
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
 from omlx_admission.gpu.faults import GpuFault
 from omlx_admission.gpu.watch import GpuFaultError, Watch, watch
+from omlx_admission.gpu_turn import turn as gpu_turn
+from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.gpu import watch as gpu_watch
 
 from .conftest import run
-from .gpu_rig import installed
+from .gpu_rig import Gate, installed
 from .test_gpu_engine import Bench, _until, bench, fail, scenario  # noqa: F401
 
 IGNORED = (
     "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU "
     "errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"
+)
+HANG = (
+    "[METAL] Command buffer execution failed: Caused GPU Hang Error "
+    "(00000003:kIOGPUCommandBufferCallbackErrorHang)"
 )
 VICTIM = (
     "[METAL] Command buffer execution failed: Discarded (victim of GPU error/recovery) "
@@ -150,6 +156,147 @@ def test_a_fault_that_omlx_swallowed_is_counted_from_the_requests_error(
     scenario(bench, test)
     assert list(watch.faults) == [("a", GpuFault.INNOCENT_VICTIM)]
     assert {fault for fault, _e, _c in recorder.totals().faults} == {GpuFault.INNOCENT_VICTIM}
+
+
+@exposure_only()
+def test_b3_a_client_that_retries_at_once_makes_a_storm_that_is_counted(
+    bench: Bench,  # noqa: F811
+    recorder: ExposureRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A hang each 8 s for ten minutes."""
+    now = [1000.0]
+    monkeypatch.setattr(watch, "clock", lambda: now[0])
+    monkeypatch.setattr(recorder, "_clock", lambda: now[0])
+    recorder._exposure._last = now[0]
+
+    async def test() -> None:
+        a = bench.core("a")
+        a.scheduler.add_request(_request())
+
+        def hang() -> None:
+            now[0] += 7.9
+            raise RuntimeError(HANG)
+
+        for _ in range(75):
+            a.scheduler.script.extend((hang, fail(HANG)))  # the clean-up meets it too
+            now[0] += 0.1
+            with pytest.raises(GpuFaultError):
+                a._step_burst()
+            with pytest.raises(RuntimeError, match="Caused GPU Hang"):
+                a.scheduler.fail_all_requests()
+
+    scenario(bench, test)
+    assert recorder.totals().count(busy=1, serialised=False) == 75
+    assert sum("GPU fault Hang" in r.getMessage() for r in caplog.records) == 75
+
+
+@pytest.mark.parametrize(
+    "bench", [{"exposure": True, "serialize_engine_gpu": True}], indirect=True
+)
+def test_b3_with_turns_work_begins_with_its_turn(
+    bench: Bench,  # noqa: F811
+    recorder: ExposureRecorder,
+) -> None:
+    """B asked before A hung the GPU, and hangs it by itself in the turn that follows."""
+
+    async def test() -> None:
+        a, b = bench.core("a"), bench.core("b")
+        gate = Gate()
+        a.scheduler.script.append(lambda: (gate(), fail(HANG)()))
+        b.scheduler.script.append(fail(HANG))
+        await a.start()
+        await b.start()
+        for_a = bench.ask(a, 3)
+        await gate.until_reached()
+        for_b = bench.ask(b, 3)
+        turn = gpu_turn.current
+        assert turn is not None
+        await _until(lambda: bool(turn.snapshot().waiting))
+        gate.open()
+        for asked in (for_a, for_b):
+            with pytest.raises(RuntimeError, match="hung the GPU"):
+                await asked
+
+    scenario(bench, test)
+    assert sum(recorder.totals().lockups.values()) == 2
+
+
+@exposure_only()
+def test_b6_pictures_are_work_of_their_engine(
+    bench: Bench,  # noqa: F811
+    recorder: ExposureRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One engine decodes for an hour, pictures are encoded beside it, then a hang."""
+    now = [1000.0]
+    monkeypatch.setattr(watch, "clock", lambda: now[0])
+    monkeypatch.setattr(recorder, "_clock", lambda: now[0])
+    recorder._exposure._last = now[0]
+
+    async def test() -> None:
+        a, b = bench.core("a"), bench.core("b")
+        a.scheduler.add_request(_request())
+        a._step_burst()
+        engine = types.SimpleNamespace(_engine=types.SimpleNamespace(engine=b))
+
+        def encode() -> None:
+            now[0] += 3600.0
+            raise RuntimeError(HANG)
+
+        with pytest.raises(GpuFaultError):
+            gpu_watch.vision(encode, engine, (), {})
+        assert set(watch.busy_now) == {"a"}
+        # Nor is an engine idle after its pictures whose requests run on.
+        b.scheduler.add_request(_request())
+        b._step_burst()
+        gpu_watch.vision(lambda: None, engine, (), {})
+        assert set(watch.busy_now) == {"a", "b"}
+
+    scenario(bench, test)
+    total = recorder.totals()
+    assert total.hours(busy=2, serialised=False) == pytest.approx(1.0)
+    assert total.count(busy=2, serialised=False) == 1
+    assert total.hours(busy=1, serialised=False) == 0.0
+
+
+class Broken:
+    """A ledger that fails whatever it is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"dictionary changed size during iteration: {name}")
+
+
+@exposure_only(exit_on_gpu_lockout=True)
+@pytest.mark.parametrize("part", ["recorder", "busy_now", "faults", "_event", "turn"])
+@pytest.mark.parametrize("text", [HANG, IGNORED])
+def test_c4_a_fault_of_the_bookkeeping_hides_none_of_the_gpu(
+    bench: Bench,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    part: str,
+    text: str,
+) -> None:
+    import omlx.utils.fatal as fatal
+
+    reasons: list[str] = []
+    monkeypatch.setattr(fatal, "fatal_exit", lambda reason: reasons.append(reason))
+    monkeypatch.setattr(watch, part, Broken())
+
+    async def test() -> None:
+        a = bench.core("a")
+        a.scheduler.script.append(fail(text))
+        with pytest.raises(GpuFaultError) as caught:
+            a._step_burst()
+        assert str(caught.value.__cause__) == text
+        gpu_watch.vision(lambda: None, object(), (), {})
+        job = gpu_jobs.Job(gpu_jobs.JOBS["tts", "_synthesize_sync"], "t", None)
+        assert gpu_watch.job(job, lambda: "spoken") == "spoken"
+
+    scenario(bench, test)
+    watch.recorder = None
+    assert len(reasons) == (text == IGNORED)
 
 
 @exposure_only()

@@ -13,6 +13,7 @@ from omlx_admission.gpu.exposure import (
     OTHER,
     Cell,
     Exposure,
+    Others,
     Record,
     merged,
 )
@@ -118,9 +119,73 @@ def test_reports_a_window_apart_are_two_lockups() -> None:
     e.busy("a", 0.0)
     assert e.fault("a", GpuFault.HANG, 1.0)
     assert not e.fault("a", GpuFault.HANG, 1.0 + EVENT_WINDOW_S / 2)
-    assert not e.fault("a", GpuFault.HANG, 1.0 + 1.4 * EVENT_WINDOW_S)  # after the last
-    assert e.fault("a", GpuFault.HANG, 1.0 + 2.4 * EVENT_WINDOW_S)
+    assert e.fault("a", GpuFault.HANG, 1.0 + EVENT_WINDOW_S)  # after the first
+    assert not e.fault("a", GpuFault.HANG, 1.0 + 1.9 * EVENT_WINDOW_S)
     assert e.take(60.0).lockups == {OFF1: 2}
+
+
+@pytest.mark.parametrize(("every", "hangs"), [(8.0, 75), (12.0, 50), (1.0, 600)])
+def test_b3_a_storm_of_hangs_is_counted_as_it_happens(every: float, hangs: int) -> None:
+    """A client that retries at once: each hang is of work that began after the last one."""
+    e = Exposure(0.0)
+    e.busy("a", 0.0)
+    began = 0.0
+    for n in range(1, hangs + 1):
+        at = n * every
+        assert e.fault("a", GpuFault.HANG, at, began=began)
+        assert not e.fault("a", GpuFault.HANG, at + 0.1, began=began)  # the clean-up's
+        assert not e.fault("a", GpuFault.HANG, at + 0.2)
+        began = at + 0.3
+    assert e.take(601.0).lockups == {OFF1: hangs}
+
+
+def test_b3_what_hung_with_another_is_no_hang_of_its_own() -> None:
+    e = Exposure(0.0)
+    e.busy("a", 0.0)
+    e.busy("b", 0.0)
+    assert e.fault("a", GpuFault.HANG, 5.0, began=1.0)
+    assert e.fault("b", GpuFault.HANG, 9.0, began=4.0)  # reported, and of the same lockup
+    # Work that is refused at once, again and again, is one report.
+    assert e.fault("b", GpuFault.SUBMISSIONS_IGNORED, 9.5, began=9.4)
+    assert not e.fault("b", GpuFault.SUBMISSIONS_IGNORED, 9.7, began=9.6)
+    # A tried again before B had spoken.
+    assert e.fault("a", GpuFault.HANG, 13.0, began=5.5)
+    assert e.take(16.0).lockups == {OFF2: 2}
+
+
+def test_c6_what_is_common_to_two_processes_is_counted_once() -> None:
+    """B works for an hour beside A: A, the first, counts it as two, B not at all."""
+    work = Others(busy_s=3600.0, busy=True, long=1)
+    first = Exposure(0.0, serialised=True, others=lambda _: work)
+    first.busy("a", 0.0)
+    record = first.take(3600.0)
+    assert record.seconds == {Cell(2, 1, False): 3600.0}
+    assert record.engines == {("a", 2, False): 3600.0}
+    assert record.across == 3600.0
+    second = Exposure(0.0, others=lambda _: work._replace(counted=True))
+    second.busy("b", 0.0)
+    record = second.take(3600.0)
+    assert record.seconds == {} and record.across == 0.0
+    assert record.engines == {("b", 2, False): 3600.0}
+    # Where it works alone it counts its own, and idle time is counted once too.
+    second = Exposure(0.0, others=lambda _: work._replace(counted=True, busy_s=600.0))
+    second.busy("b", 0.0)
+    assert second.take(3600.0).seconds == {OFF1: 3000.0}
+    second.idle("b", 3600.0)
+    assert second.take(7200.0).seconds == {}
+
+
+def test_c6_a_lockup_is_one_of_two_engines_in_whatever_processes() -> None:
+    others = Others(busy=True)
+    e = Exposure(0.0, serialised=True, others=lambda _: others)
+    e.busy("a", 0.0)
+    e.fault("a", GpuFault.HANG, 5.0, began=1.0)
+    assert e.take(6.0).lockups == {OFF2: 1}
+    others = Others(busy=True, lockup=20.0)
+    e.fault("a", GpuFault.HANG, 21.0, began=19.0)  # the other one has counted it
+    assert e.take(22.0).lockups == {}
+    e.fault("a", GpuFault.HANG, 29.0, began=23.0)
+    assert e.take(30.0).lockups == {OFF2: 1}
 
 
 def test_an_old_report_does_not_make_its_engine_busy() -> None:
@@ -222,6 +287,8 @@ RECORDS = st.builds(
         st.tuples(st.sampled_from("ab"), st.sampled_from([1, 2]), st.booleans()),
         st.integers(0, 999),
     ),
+    ended=st.dictionaries(st.sampled_from([OFF1, OFF2]), st.integers(0, 9)),
+    across=st.integers(0, 999),
     faults=st.dictionaries(
         st.tuples(st.sampled_from(GpuFault), st.sampled_from("ab"), st.just(OFF2)),
         st.integers(0, 9),

@@ -65,6 +65,12 @@ def test_a_line_survives_the_file() -> None:
     assert decode(raw) == whole
     assert json.loads(raw)["v"] == 1
     assert json.loads(raw)["omlx"] == "0.6.3rc2"
+    # What an older release would lose when it sums lines up, it leaves as it is.
+    whole.record.ended[TWO] = 2
+    whole.record.across = 12.5
+    raw = encode(whole)
+    assert json.loads(raw)["v"] == 2
+    assert decode(raw) == whole
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,7 @@ def test_a_line_survives_the_file() -> None:
     [
         ({"v": None}, "no schema version"),
         ({"v": True}, "no schema version"),
-        ({"v": 2}, "newer omlx-admission"),
+        ({"v": 3}, "newer omlx-admission"),
         ({"seconds": {"2/1/on": -1}}, "out of range"),
         ({"seconds": {"2/1/on": 1e300}}, "out of range"),
         ({"seconds": {"2/1/on": "1"}}, "wrong shape"),
@@ -306,7 +312,7 @@ def test_engine_names_give_way_last_and_sums_stay(tmp_path: Path) -> None:
 
 def test_compaction_keeps_newer_lines_and_counts_what_it_drops(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
-    newer = b'{"v":2,"strange":[1,2]}\n'
+    newer = b'{"v":3,"strange":[1,2]}\n'
     path.write_bytes(newer + b"garbage\n" * 3 + b"\0" * 500)
     file = ExposureFile(path, max_bytes=16 * 1024)
     for _ in range(200):
@@ -316,7 +322,7 @@ def test_compaction_keeps_newer_lines_and_counts_what_it_drops(tmp_path: Path) -
     ledger = read(path)
     assert sum(each.dropped for each in ledger.lines) == 4
     (problem,) = ledger.problems
-    assert problem.endswith("is left out: schema 2, written by a newer omlx-admission")
+    assert problem.endswith("is left out: schema 3, written by a newer omlx-admission")
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,8 +80,6 @@ LOCKOUT_NEEDS = (
 #: 0.7.x ends itself.
 LOCKOUT_NATIVE = (Need(FATAL, "exit_if_gpu_submissions_ignored", Kind.SYNC),)
 
-_thread = threading.local()
-
 
 def _queues(scheduler: Any) -> tuple[Any, ...]:
     return (scheduler.running, scheduler.waiting, getattr(scheduler, "prefilling", ()))
@@ -102,19 +99,13 @@ def _longest(scheduler: Any) -> int:
 def step_burst(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     """Note that the engine is busy, look at what the burst raises or reports."""
     name = sites.name_of(core)
-    _thread.engine = name
     scheduler = core.scheduler
     try:
         watch.busy(name, _longest(scheduler))
     except Exception as error:  # noqa: BLE001 - counting must not stop the work
         faults.note("the exposure ledger", error)
-    try:
-        outputs = wrapped(*args, **kwargs)
-    except RuntimeError as error:
-        fault = watch.saw(error, name)
-        if fault is None:
-            raise
-        raise GpuFaultError(error, fault, name) from error
+    with watch.work(name):
+        outputs = _seen(name, lambda: wrapped(*args, **kwargs))
     try:
         for step in outputs:
             for output in step.outputs:
@@ -177,37 +168,44 @@ def fail_all(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
     try:
         return wrapped(*args, **kwargs)
     except RuntimeError as error:
-        watch.saw(error, _engine_of_thread())
+        watch.saw(error, watch.engine_of_thread())
         raise
 
 
 def vision(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-    """Vision encoding is work of its engine, and may meet a fault."""
+    """Vision encoding is work of its engine, also where none of its requests runs yet."""
     core = getattr(getattr(engine, "_engine", None), "engine", None)
     name = sites.name_of(core) if core is not None else "vision"
-    _thread.engine = name
+    scheduler = getattr(core, "scheduler", None)
     try:
-        return wrapped(*args, **kwargs)
-    except RuntimeError as error:
-        fault = watch.saw(error, name)
-        if fault is None:
-            raise
-        raise GpuFaultError(error, fault, name) from error
+        watch.busy(name, _longest(scheduler) if scheduler is not None else 0)
+    except Exception as error:  # noqa: BLE001
+        faults.note("the exposure ledger", error)
+    try:
+        with watch.work(name):
+            return _seen(name, lambda: wrapped(*args, **kwargs))
+    finally:
+        try:
+            if scheduler is None or not any(_queues(scheduler)):
+                watch.idle(name)
+        except Exception as error:  # noqa: BLE001
+            faults.note("the exposure ledger", error)
 
 
 def job(this: gpu_jobs.Job, call: Callable[[], Any]) -> Any:
-    """A job of the global executor."""
+    """A job of the global executor. One that only cleans up is no work of its own."""
     if this.treatment.optional:
-        return _guarded(this.name, call)
+        return _seen(this.name, call)
     watch.busy(this.name, 0)
     try:
-        return _guarded(this.name, call)
+        with watch.work(this.name):
+            return _seen(this.name, call)
     finally:
         watch.idle(this.name)
 
 
-def _guarded(name: str, call: Callable[[], Any]) -> Any:
-    _thread.engine = name
+def _seen(name: str, call: Callable[[], Any]) -> Any:
+    """``call``; a fault of the GPU is noted, and told the client as one."""
     try:
         return call()
     except RuntimeError as error:
@@ -222,12 +220,8 @@ def synchronize(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         return wrapped(*args, **kwargs)
     except RuntimeError as error:
-        watch.saw(error, _engine_of_thread())
+        watch.saw(error, watch.engine_of_thread())
         raise
-
-
-def _engine_of_thread() -> str:
-    return getattr(_thread, "engine", None) or threading.current_thread().name
 
 
 def reconcile(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
@@ -243,7 +237,9 @@ def reconcile(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
             rows = getattr(batch, "tokens", None)
             tokens = len(rows[0]) if rows else 0
             if tokens:
-                watch.replayed(tokens, time.perf_counter() - started, ok, _engine_of_thread())
+                watch.replayed(
+                    tokens, time.perf_counter() - started, ok, watch.engine_of_thread()
+                )
         except Exception as error:  # noqa: BLE001
             faults.note("counting MTP replays", error)
 
