@@ -159,7 +159,7 @@ def test_a_fault_that_omlx_swallowed_is_counted_from_the_requests_error(
 
 
 @exposure_only()
-def test_b3_a_client_that_retries_at_once_makes_a_storm_that_is_counted(
+def test_g2_a_client_that_retries_at_once_makes_a_storm_that_is_counted(
     bench: Bench,  # noqa: F811
     recorder: ExposureRecorder,
     monkeypatch: pytest.MonkeyPatch,
@@ -195,7 +195,7 @@ def test_b3_a_client_that_retries_at_once_makes_a_storm_that_is_counted(
 @pytest.mark.parametrize(
     "bench", [{"exposure": True, "serialize_engine_gpu": True}], indirect=True
 )
-def test_b3_with_turns_work_begins_with_its_turn(
+def test_g2_with_turns_work_begins_with_its_turn(
     bench: Bench,  # noqa: F811
     recorder: ExposureRecorder,
 ) -> None:
@@ -224,7 +224,7 @@ def test_b3_with_turns_work_begins_with_its_turn(
 
 
 @exposure_only()
-def test_b6_pictures_are_work_of_their_engine(
+def test_g4_pictures_are_work_of_their_engine(
     bench: Bench,  # noqa: F811
     recorder: ExposureRecorder,
     monkeypatch: pytest.MonkeyPatch,
@@ -271,7 +271,7 @@ class Broken:
 @exposure_only(exit_on_gpu_lockout=True)
 @pytest.mark.parametrize("part", ["recorder", "busy_now", "faults", "_event", "turn"])
 @pytest.mark.parametrize("text", [HANG, IGNORED])
-def test_c4_a_fault_of_the_bookkeeping_hides_none_of_the_gpu(
+def test_g6_a_fault_of_the_bookkeeping_hides_none_of_the_gpu(
     bench: Bench,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

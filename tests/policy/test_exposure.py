@@ -125,7 +125,7 @@ def test_reports_a_window_apart_are_two_lockups() -> None:
 
 
 @pytest.mark.parametrize(("every", "hangs"), [(8.0, 75), (12.0, 50), (1.0, 600)])
-def test_b3_a_storm_of_hangs_is_counted_as_it_happens(every: float, hangs: int) -> None:
+def test_g2_a_storm_of_hangs_is_counted_as_it_happens(every: float, hangs: int) -> None:
     """A client that retries at once: each hang is of work that began after the last one."""
     e = Exposure(0.0)
     e.busy("a", 0.0)
@@ -139,7 +139,7 @@ def test_b3_a_storm_of_hangs_is_counted_as_it_happens(every: float, hangs: int) 
     assert e.take(601.0).lockups == {OFF1: hangs}
 
 
-def test_b3_what_hung_with_another_is_no_hang_of_its_own() -> None:
+def test_g2_what_hung_with_another_is_no_hang_of_its_own() -> None:
     e = Exposure(0.0)
     e.busy("a", 0.0)
     e.busy("b", 0.0)
@@ -153,7 +153,7 @@ def test_b3_what_hung_with_another_is_no_hang_of_its_own() -> None:
     assert e.take(16.0).lockups == {OFF2: 2}
 
 
-def test_c6_what_is_common_to_two_processes_is_counted_once() -> None:
+def test_g7_what_is_common_to_two_processes_is_counted_once() -> None:
     """B works for an hour beside A: A, the first, counts it as two, B not at all."""
     work = Others(busy_s=3600.0, busy=True, long=1)
     first = Exposure(0.0, serialised=True, others=lambda _: work)
@@ -175,7 +175,7 @@ def test_c6_what_is_common_to_two_processes_is_counted_once() -> None:
     assert second.take(7200.0).seconds == {}
 
 
-def test_c6_a_lockup_is_one_of_two_engines_in_whatever_processes() -> None:
+def test_g7_a_lockup_is_one_of_two_engines_in_whatever_processes() -> None:
     others = Others(busy=True)
     e = Exposure(0.0, serialised=True, others=lambda _: others)
     e.busy("a", 0.0)

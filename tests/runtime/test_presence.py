@@ -46,7 +46,7 @@ def total(path: Path) -> Record:
 
 
 @pytest.mark.parametrize("order", [lambda a, b: (a, b), lambda a, b: (b, a)])
-def test_c6_two_servers_busy_for_one_hour_are_two_engines_for_one_hour(
+def test_g7_two_servers_busy_for_one_hour_are_two_engines_for_one_hour(
     tmp_path: Path, clock: Clock, order: Any
 ) -> None:
     path = tmp_path / "ledger.jsonl"
@@ -72,7 +72,7 @@ def test_c6_two_servers_busy_for_one_hour_are_two_engines_for_one_hour(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_c6_each_second_is_counted_once_whoever_works_in_it(
+def test_g7_each_second_is_counted_once_whoever_works_in_it(
     tmp_path: Path, clock: Clock, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -104,7 +104,7 @@ def test_c6_each_second_is_counted_once_whoever_works_in_it(
         each.close()
 
 
-def test_c6_a_lockup_that_two_servers_report_is_one_of_two_engines(
+def test_g7_a_lockup_that_two_servers_report_is_one_of_two_engines(
     tmp_path: Path, clock: Clock
 ) -> None:
     path = tmp_path / "ledger.jsonl"
@@ -158,7 +158,7 @@ def killed(path: Path, engines: str, *, on: bool = False) -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
 
 
-def test_a_process_that_ended_suddenly_is_counted_by_what_was_busy(
+def test_g8_a_process_that_ended_suddenly_is_counted_by_what_was_busy(
     tmp_path: Path, clock: Clock
 ) -> None:
     path = tmp_path / "ledger.jsonl"

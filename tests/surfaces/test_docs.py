@@ -22,9 +22,9 @@ DOCUMENTS = sorted(
 )
 
 #: A row's case, what is said of it, and the test files that name it.
-_ROW = re.compile(r"^\| ([BCFP]\d+) \|(.*)\|([^|]*)\|$", re.MULTILINE)
-_IN_NAME = re.compile(r"def test_((?:[bcfp]\d+_)+)")
-_IN_TEXT = re.compile(r"\b(B\d\d|[CFP]\d{1,2})\b")
+_ROW = re.compile(r"^\| ([BCFGP]\d+) \|(.*)\|([^|]*)\|$", re.MULTILINE)
+_IN_NAME = re.compile(r"def test_((?:[bcfgp]\d+_)+)")
+_IN_TEXT = re.compile(r"\b(B\d\d|[CFGP]\d{1,2})\b")
 #: What a document names and a run makes.
 _MADE = {"reports/"}
 #: Folders whose files may name a case.
