@@ -20,8 +20,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from . import stream_hold
-from .cut import Cut
 from .refusal import Refusal
 
 logger = logging.getLogger("omlx.admission")
@@ -31,9 +29,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-#: Whether waits are counted, so that 0 means "resident" and not "unknown".
-queueing = False
 
 #: Every HTTP request that is handled now.
 live: set[Request] = set()
@@ -92,9 +87,11 @@ class Request:
         self.task: asyncio.Task[Any] | None = None
         self.max_wait, self.header_problem = _max_wait(scope)
         self.refusal: Refusal | None = None
-        self.hold: stream_hold.StreamHold | None = None
         self.ended = False
-        self.cut = Cut(self.path)
+        #: How its answer is ended from outside, and how its stream is kept alive while it
+        #: waits, where its middleware can do that.
+        self.cut: Any = None
+        self.hold: Any = None
         self.handed: dict[str, Any] = {}
         self.waited_s = 0.0
         self._headers = scope.get("headers", ())
@@ -192,11 +189,33 @@ def _max_wait(scope: Scope) -> tuple[float | None, str | None]:
     return None, None
 
 
+class Handling:
+    """What is done for all requests beyond the plain: nothing, until it is switched on.
+
+    Attributes:
+        counts_waits: a request that did not wait is told so, so that 0 means "resident"
+            and not "unknown".
+        hold_for: makes what keeps a stream alive while it waits, from the request and
+            its ``send``; None for a request that is no stream.
+    """
+
+    __slots__ = ("counts_waits", "hold_for")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Everything off."""
+        self.counts_waits = False
+        self.hold_for: Callable[[Request, Send], Any] | None = None
+
+
 class RequestMiddleware:
     """Pure ASGI middleware; see the module's text."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, handling: Handling | None = None) -> None:
         self.app = app
+        self.handling = Handling() if handling is None else handling
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection; anything but HTTP and WebSocket passes untouched."""
@@ -223,52 +242,43 @@ class RequestMiddleware:
     async def _http(self, request: Request, scope: Scope, send: Send) -> None:
         if request.header_problem is not None:
             problem = Refusal(400, "invalid_max_wait", request.header_problem)
-            await _respond(problem, request.path, scope, send)
+            await respond(problem, request.path, scope, send)
             return
+        await self.answer(request, scope, send)
+
+    async def answer(self, request: Request, scope: Scope, send: Send) -> None:
+        """Let the application answer."""
+        await self.app(scope, request.receive, self.mapping(request, scope, send))
+
+    def mapping(self, request: Request, scope: Scope, send: Send) -> Send:
+        """``send`` that replaces an error by the refusal that caused it."""
         replaced = False
-        send = request.cut.noting(send)
-        hold = request.hold = stream_hold.hold_for(request, send)
 
         async def send_or_replace(message: Message) -> None:
             nonlocal replaced
-            if replaced or request.cut.refusal is not None:
-                return
-            refusal = request.refusal
-            if hold is not None and hold.began:
-                await hold.forward(message, refusal)
-                return
-            if (
-                refusal is not None
-                and message["type"] == "http.response.start"
-                and message["status"] >= 400
-            ):
-                replaced = True
-                await _respond(refusal, request.path, scope, send)
+            if replaced:
                 return
             if message["type"] == "http.response.start":
-                if hold is not None:
-                    hold.wait_ended()
+                refusal = request.refusal
+                if refusal is not None and message["status"] >= 400:
+                    replaced = True
+                    await respond(refusal, request.path, scope, send)
+                    return
                 if message["status"] < 400:
-                    _tell_wait(request, scope, message)
+                    _tell_wait(request, self.handling.counts_waits, message)
                 _expose(scope, message)
             await send(message)
 
-        answer = request.cut.run(self.app(scope, request.receive, send_or_replace))
-        if hold is None:
-            await answer
-        else:
-            await hold.run(answer, lambda: request.cut.refusal or request.refusal)
-        if request.cut.refusal is not None:
-            await _end(request, request.cut.refusal, scope, send)
+        return send_or_replace
 
 
-def _tell_wait(request: Request, scope: Scope, message: Message) -> None:
+def _tell_wait(request: Request, counts: bool, message: Message) -> None:
     """Say on a served request how long it waited: whole milliseconds, 0 when resident.
 
     Only the queue knows. A route that needs no engine says nothing.
     """
-    served = scope.get("method") == "POST" and request.path.startswith("/v1/")
-    if request.waited_s > 0 or (served and queueing):
+    served = request.method == "POST" and request.path.startswith("/v1/")
+    if request.waited_s > 0 or (served and counts):
         waited = str(round(request.waited_s * 1000)).encode()
         message["headers"] = [*message.get("headers", ()), (WAIT_HEADER, waited)]
 
@@ -281,15 +291,8 @@ def _expose(scope: Scope, message: Message) -> None:
     message["headers"] = [*message["headers"], _EXPOSE]
 
 
-async def _end(request: Request, refusal: Refusal, scope: Scope, send: Send) -> None:
-    """Make the answer of a request whole that was ended from outside."""
-    if not request.cut.begun:
-        await _respond(refusal, request.path, scope, send)
-    elif not request.cut.whole:
-        await send({"type": "http.response.body", "body": request.cut.rest()})
-
-
-async def _respond(refusal: Refusal, path: str, scope: Scope, send: Send) -> None:
+async def respond(refusal: Refusal, path: str, scope: Scope, send: Send) -> None:
+    """Send a refusal as the whole answer."""
     body = refusal.body(path)
     headers = [
         (b"content-type", b"application/json"),

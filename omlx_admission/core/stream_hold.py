@@ -79,19 +79,12 @@ class Rule:
     after_s: float
     keepalive: Callable[[str], Keepalive | None]
 
-
-#: Set by the hook; None: no stream is kept alive.
-rule: Rule | None = None
-
-
-def hold_for(request: Request, send: Send) -> StreamHold | None:
-    """The hold of a request that may stream; None for all others."""
-    if rule is None:
-        return None
-    protocol = PROTOCOLS.get(request.path)
-    if protocol is None or request.method != "POST":
-        return None
-    return StreamHold(rule, protocol, send, request.cut)
+    def hold_for(self, request: Request, send: Send) -> StreamHold | None:
+        """The hold of a request that may stream; None for all others."""
+        protocol = PROTOCOLS.get(request.path)
+        if protocol is None or request.method != "POST":
+            return None
+        return StreamHold(self, protocol, send, request.cut)
 
 
 class StreamHold:

@@ -25,6 +25,7 @@ from omlx_admission.hooks.patching import gate
 from omlx_admission.hooks.patching.ledger import Change, Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.hooks.patching.switches import switches
+from omlx_admission.observation import observe
 from omlx_admission.settings import Settings
 
 logger = logging.getLogger("omlx.admission")
@@ -213,6 +214,7 @@ class Installer:
         with self._lock:
             self._ledger.undo()
             switches.reset()
+            observe.observer.reset()
             gpu_process.process.reset()
             for verdict in self.report.verdicts:
                 if verdict.state in (State.APPLIED, State.READY):

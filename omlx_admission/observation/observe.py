@@ -337,11 +337,11 @@ class Observer(Events):
         provide: Section,
         check: Check | None = None,
         refresh: Callable[[], None] | None = None,
-    ) -> Callable[[], None]:
+    ) -> None:
         """Show ``provide()`` under ``name`` in status, and ``check``'s problems.
 
         Both run on the event loop and must not wait; ``refresh`` runs on the watching
-        thread, every second, and may. Returns what takes all of it out again.
+        thread, every second, and may.
         """
         self._sections[name] = provide
         if check is not None:
@@ -349,19 +349,15 @@ class Observer(Events):
         if refresh is not None:
             self._refreshes.append(refresh)
 
-        def remove() -> None:
-            self._sections.pop(name, None)
-            if check is not None and check in self._checks:
-                self._checks.remove(check)
-            if refresh is not None and refresh in self._refreshes:
-                self._refreshes.remove(refresh)
-
-        return remove
-
-    def register_check(self, check: Check) -> Callable[[], None]:
-        """Ask ``check`` for problems too; returns what takes it out again."""
+    def register_check(self, check: Check) -> None:
+        """Ask ``check`` for problems too."""
         self._checks.append(check)
-        return lambda: self._checks.remove(check) if check in self._checks else None
+
+    def reset(self) -> None:
+        """Nothing is registered any more, and nothing watches. What happened stays."""
+        self.stop_watch()
+        for registered in (self._sections, self._checks, self._refreshes):
+            registered.clear()
 
     def sections(self) -> dict[str, Any]:
         """What was registered, each as it is now; None where it failed to say."""

@@ -61,9 +61,12 @@ def insert_before_statement(code: Code, name: str, statement: str, new: str) -> 
 
 
 def replace_statement(code: Code, name: str, old: str, new: str) -> Code:
-    """Put other statements in the place of the one in the body of ``name`` that is ``old``."""
-    node = function(code, name)
-    found = _the_one(code.body(node), _says(old), f"{name}: {old}")
+    """Put other statements in the place of the one in the body of ``name`` that is ``old``.
+
+    Without a name it is one of the module's.
+    """
+    node = function(code, name) if name else code.tree
+    found = _the_one(code.body(node), _says(old), f"{name or 'the module'}: {old}")
     start, _, text = _put(code.at(found), new, node)
     return code.spliced((start, code.after(found), text))
 
@@ -77,7 +80,7 @@ def replace_expression(code: Code, name: str, old: str, new: str) -> Code:
     return code.spliced(*_replaced(code, found, new))
 
 
-def _put(at: int, new: str, node: Definition) -> Splice:
+def _put(at: int, new: str, node: Definition | ast.Module) -> Splice:
     """Statements for the body of ``node``."""
     return at, at, style.statements(new, _depth(node.body[0]))
 

@@ -72,14 +72,17 @@ def imported(text: str, path: Path) -> Iterator[tuple[Path, ...]]:
         )
 
 
+#: What puts the request middleware into ``server.py``.
+MIDDLEWARE = "app.add_middleware(RequestMiddleware)"
+
+
 def add_middleware(module: Code) -> Code:
     """``server.py`` with the request middleware; as it is where it has it."""
-    line = "app.add_middleware(RequestMiddleware)"
-    (wanted,) = ast.parse(line).body
+    (wanted,) = ast.parse(MIDDLEWARE).body
     if any(same(statement, wanted) for statement in module.tree.body):
         return module
     module = editing.add_import(module, "from .admission.request import RequestMiddleware")
-    return editing.insert_after_definition(module, "app", line)
+    return editing.insert_after_definition(module, "app", MIDDLEWARE)
 
 
 _RELEASE = '''

@@ -22,5 +22,13 @@ them out and waits. It talks to the pool by a port, and nothing calls it yet.
     features=(),
     native=(Need("omlx.admission.pool.admission", "PoolAdmission", Kind.CLASS),),
     edits={},
-    modules=package.copied("admission"),
+    modules=package.copied(
+        "admission",
+        "pool.admission",
+        "pool.places",
+        "pool.port",
+        "footprint",
+        "load_work",
+        "variables",
+    ),
 )

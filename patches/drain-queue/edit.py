@@ -102,6 +102,13 @@ def cli(module: Code) -> Code:
     return editing.replace_expression(module, "serve_command", "uvicorn.Server", "Server")
 
 
+def server(module: Code) -> Code:
+    """A request that did not wait is told so where there is a queue."""
+    module = editing.add_import(module, "from .admission.gate import handling")
+    new = "app.add_middleware(RequestMiddleware, handling=handling)"
+    return editing.replace_statement(module, "", package.MIDDLEWARE, new)
+
+
 CHANGE = Change(
     name="drain-queue",
     title="feat(pool): queue requests for another model and drain the busy one",
@@ -123,7 +130,7 @@ OMLX_ADMISSION_QUEUE=0 switches the queue off.
 """,
     issues=(1970,),
     features=("queue",),
-    edits={"engine_pool.py": engine_pool, "cli.py": cli},
+    edits={"engine_pool.py": engine_pool, "cli.py": cli, "server.py": server},
     modules=package.added(Path(__file__).parent / "new", "admission"),
     after=("resident-path", "error-mapping", "leases", "admission-queue"),
 )

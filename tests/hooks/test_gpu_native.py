@@ -51,7 +51,7 @@ def test_status_shows_it(native: Any) -> None:
     section = surface_sections.turn_section()
     assert (section["on"], section["holder"], section["site"]) == (True, "a", "decode burst")
     hold.release()
-    observer = types.SimpleNamespace(register_section=lambda *_a, **_k: lambda: None)
+    observer = types.SimpleNamespace(register_section=lambda *_a, **_k: None)
     surface_sections.register(observer)  # type: ignore[arg-type]
 
 

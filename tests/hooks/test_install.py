@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from omlx_admission.core.request import Handling
 from omlx_admission.hooks import install
 from omlx_admission.hooks.features import FEATURES, PARTS
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
@@ -23,6 +24,7 @@ from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.hooks.patching.switches import Switches, switches
 from omlx_admission.hooks.pool import resident
+from omlx_admission.observation import observe
 from omlx_admission.settings import Settings
 from tests.hooks.drift import drifted
 
@@ -111,13 +113,20 @@ def test_a_resident_model_binds_nothing_that_lies_below_its_wrapper(pool_class: 
 
 def test_undo_puts_the_raw_originals_and_every_switch_back(pool_class: type) -> None:
     """Of the pool's class the fixture looks at everything."""
-    off = {name: getattr(Switches(), name) for name in Switches.__slots__}
+
+    def state(of: Switches) -> dict[str, Any]:
+        plain = {n: getattr(of, n) for n in Switches.__slots__ if n != "handling"}
+        return plain | {n: getattr(of.handling, n) for n in Handling.__slots__}
+
+    off = state(Switches())
     one = applied()
     assert wrapped(pool_class) >= {"get_engine", "_unload_engine", "_find_lru_victim"}
-    on = {name for name in off if getattr(switches, name) != off[name]}
-    assert on >= {"pacing", "keeping", "marks"}
+    on = {name for name, value in state(switches).items() if value != off[name]}
+    assert on >= {"pacing", "keeping", "marks", "counts_waits"}
+    observe.observer.register_section("mine", lambda: 1)
     one.undo()
-    assert {name: getattr(switches, name) for name in off} == off
+    assert state(switches) == off
+    assert observe.observer.sections() == {}
 
 
 def test_a_second_import_event_wraps_nothing_twice(pool_class: type) -> None:
@@ -177,7 +186,7 @@ def test_a_failing_optional_part_takes_back_what_it_has_done_itself(
     undone: list[str] = []
 
     def half(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
-        ledger.on_undo(lambda: undone.append("it"))
+        ledger.changed("it", "half", lambda: undone.append("it"))
         ledger.wrap(module, "MLXEmbeddingModel.embed", gpu_shared.embed)
         ledger.wrap(module, "MLXEmbeddingModel.gone", gpu_shared.embed)
 

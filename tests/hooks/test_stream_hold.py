@@ -15,10 +15,12 @@ from pydantic import BaseModel
 
 from omlx_admission.core import request as requests
 from omlx_admission.core import stream_hold as runtime
+from omlx_admission.core.answer import AnswerMiddleware
 from omlx_admission.core.cut import Cut
 from omlx_admission.hooks import install
 from omlx_admission.hooks.install import State
 from omlx_admission.hooks.patching import gate
+from omlx_admission.hooks.patching.switches import switches
 from omlx_admission.hooks.server import stream_hold
 from omlx_admission.settings import Settings
 
@@ -156,14 +158,14 @@ def test_the_variable_switches_it(server: Any, after_s: float) -> None:
         state = one.report.verdict("stream_hold").state
         if after_s:
             assert state is State.APPLIED
-            assert runtime.rule is not None
-            assert runtime.rule.after_s == after_s
+            hold_for: Any = switches.handling.hold_for
+            assert hold_for.__self__.after_s == after_s
         else:
             assert state is State.OFF
-            assert runtime.rule is None
+            assert switches.handling.hold_for is None
     finally:
         one.undo()
-    assert runtime.rule is None
+    assert switches.handling.hold_for is None
 
 
 @pytest.mark.parametrize("path", sorted(runtime.PROTOCOLS))
@@ -196,7 +198,7 @@ def test_f8_the_framework_tells_what_a_body_says(server: Any, path: str) -> None
 async def post(path: str, body: Any, handler: Any, root: str = "") -> None:
     """One request to an application of oMLX's framework, in pieces; C14 where ``root``."""
     app = FastAPI()
-    app.add_middleware(requests.RequestMiddleware)
+    app.add_middleware(AnswerMiddleware, handling=switches.handling)
 
     @app.post(path)
     async def route(asked: Asked) -> None:

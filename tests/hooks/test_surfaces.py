@@ -207,6 +207,7 @@ def test_the_routes_come_first_and_go_again(seen: Observer) -> None:
     assert module.init_server() == "made"
     assert seen._watching is not None
     ledger.undo()
+    seen.reset()  # as install does, for all features
     assert module.app.router.routes == ["stock"]
     assert seen.sections() == {}
     assert seen._watching is None

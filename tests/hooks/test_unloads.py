@@ -11,7 +11,7 @@ import pytest
 
 from omlx_admission.core import faults
 from omlx_admission.core import quiesce as leave
-from omlx_admission.core import request as requests
+from omlx_admission.core.answer import AnswerMiddleware
 from omlx_admission.hooks.pool import unloads
 from omlx_admission.hooks.pool.state import state_of
 
@@ -319,7 +319,7 @@ class Client:
             self.sent.append(message)
 
         scope = {"type": "http", "method": "POST", "path": "/v1/messages", "headers": []}
-        middleware = requests.RequestMiddleware(app)
+        middleware = AnswerMiddleware(app)
         work = middleware(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
         self.task = asyncio.get_running_loop().create_task(work)
 

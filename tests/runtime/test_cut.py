@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 
 from omlx_admission.core import request as requests
+from omlx_admission.core.answer import AnswerMiddleware
 from omlx_admission.core.refusal import Refusal
 
-from .test_request import Exchange
+from . import test_request
+
+
+class Exchange(test_request.Exchange):
+    """One whose answer can be ended from outside."""
+
+    wrap = AnswerMiddleware
+
 
 GONE = Refusal(503, "model_unloading", "Model 'a' was unloaded by hand", 1)
 
@@ -233,7 +241,7 @@ def test_c9_the_handler_of_a_client_that_does_not_read_is_free_at_once() -> None
             sent.append(message)
 
         scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
-        middleware = requests.RequestMiddleware(app)
+        middleware = AnswerMiddleware(app)
         task = asyncio.create_task(middleware(scope, asyncio.Event().wait, send))  # type: ignore[arg-type]
         while not requests.live or not sent:  # noqa: ASYNC110 - until it is stuck
             await asyncio.sleep(0)

@@ -208,14 +208,14 @@ def test_a_check_of_a_section_is_a_problem_like_the_others(
     seen: Observer, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = [Problem("turn", "a", 61.0, 60.0, "'a' holds the turn")]
-    remove = seen.register_section("gpu_turn", lambda: {"on": True}, lambda: found)
+    seen.register_section("gpu_turn", lambda: {"on": True}, lambda: found)
     assert seen.sections() == {"gpu_turn": {"on": True}}
     seen.check_stuck()
     assert lines(caplog) == ["admission: stuck: 'a' holds the turn"]
     found[:] = [Problem("turn", "b", 61.0, 60.0, "logged elsewhere", logged=True)]
     seen.check_stuck()
     assert "logged elsewhere" not in "".join(lines(caplog))
-    remove()
+    seen.reset()
     assert seen.sections() == {}
     assert seen.problems() == []
 

@@ -24,11 +24,14 @@ NEVER = Refusal(507, "model_too_large", "too large")
 class Exchange:
     """One HTTP exchange with an application behind the middleware."""
 
+    #: The middleware.
+    wrap: Any = requests.RequestMiddleware
+
     def __init__(self, app: Callable[..., Awaitable[None]], path: str = "/v1/x") -> None:
         self.sent: list[Any] = []
         self.incoming: asyncio.Queue[Any] = asyncio.Queue()
         self.scope: dict[str, Any] = {"type": "http", "path": path, "headers": []}
-        self._app = requests.RequestMiddleware(app)
+        self._app = self.wrap(app)
 
     async def run(self) -> None:
         async def send(message: Any) -> None:

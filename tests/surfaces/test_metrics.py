@@ -210,15 +210,14 @@ def test_the_real_sections_fit(mocker: Any) -> None:
     recorder = SimpleNamespace(totals=lambda: record)
     mocker.patch.object(surface_sections.watch, "recorder", recorder)
     sample = Sample()
-    removals = surface_sections.register(sample.observer)
+    surface_sections.register(sample.observer)
     turn.acquire("a", "decode").release()
     sample.observer.check_stuck()
     found = families(sample)
     assert found["omlx_admission_gpu_overlap_seconds"].samples[0].value == 5.0
     assert found["omlx_admission_gpu_faults"].samples[0].value == 2
     assert found["omlx_admission_gpu_turn_hold_seconds"].samples
-    for remove in removals:
-        remove()
+    sample.observer.reset()
     assert "omlx_admission_gpu_overlap_seconds" not in families(sample)
 
 

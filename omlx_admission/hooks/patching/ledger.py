@@ -54,9 +54,9 @@ class _Wrap:
 
 @dataclass(frozen=True)
 class _Action:
-    """Whatever else has to be taken back; ``change`` is None where oMLX is as it was."""
+    """A change that is no wrapper, and what takes it back."""
 
-    change: Change | None
+    change: Change
     action: Callable[[], None]
 
     def undo(self) -> bool:
@@ -118,10 +118,6 @@ class Ledger:
         """Note what is changed on an instance while a wrapper runs, which takes it back."""
         self.changed(attribute, layer, lambda: None)
 
-    def on_undo(self, action: Callable[[], None]) -> None:
-        """Run ``action`` when the feature is undone (for what is no change of oMLX)."""
-        self._entries.append(_Action(None, action))
-
     def begin(self, feature: str) -> int:
         """What follows is changed for ``feature``. Returns where the ledger stands now."""
         self._feature = feature
@@ -130,7 +126,7 @@ class Ledger:
     @property
     def changes(self) -> list[Change]:
         """What is changed in oMLX now, in order: of one attribute, inner layers first."""
-        return [entry.change for entry in self._entries if entry.change is not None]
+        return [entry.change for entry in self._entries]
 
     def wrapped(self, since: int = 0) -> list[str]:
         """Dotted names that are wrapped now, or were since a mark, in order."""

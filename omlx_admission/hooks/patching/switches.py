@@ -5,6 +5,8 @@ One object, which `hooks.install` puts back when it undoes: no part has to undo 
 
 from __future__ import annotations
 
+from omlx_admission.core.request import Handling
+
 
 class Switches:
     """All off, as it is before anything is applied.
@@ -14,17 +16,20 @@ class Switches:
         keeping: a hand-out without a lease is kept for the request that got it.
         marks: teardowns are marked: the resident path's unload is in place.
         vlm_engine: the class of vision engines, which a forced text load replaces.
+        handling: what the middleware does for all requests.
     """
 
-    __slots__ = ("keeping", "marks", "pacing", "vlm_engine")
+    __slots__ = ("handling", "keeping", "marks", "pacing", "vlm_engine")
 
     def __init__(self) -> None:
+        self.handling = Handling()
         self.reset()
 
     def reset(self) -> None:
         """Everything off."""
         self.pacing = self.keeping = self.marks = False
         self.vlm_engine: type | None = None
+        self.handling.reset()
 
 
 switches = Switches()

@@ -152,4 +152,4 @@ def problems() -> Iterable[observe.Problem]:
 def apply(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the loop of text and vision engines."""
     ledger.wrap(module, "EngineCore._engine_loop", engine_loop)
-    ledger.on_undo(observe.observer.register_check(problems))
+    observe.observer.register_check(problems)

@@ -331,16 +331,6 @@ async def server_shutdown(wrapped: Any, server: Any, args: Any, kwargs: Any) -> 
     return await wrapped(*args, **kwargs)
 
 
-def _count_waits(ledger: Ledger) -> None:
-    """A request that did not wait is told so from now on."""
-    requests.queueing = True
-
-    def off() -> None:
-        requests.queueing = False
-
-    ledger.on_undo(off)
-
-
 def apply_uvicorn(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     """Wrap the shutdown of the HTTP server that oMLX runs in."""
     if inspect.iscoroutinefunction(getattr(module.Server, "shutdown", None)):
@@ -351,7 +341,7 @@ def apply(module: Any, ledger: Ledger, wanted: Wanted) -> None:
     """Wrap the pool. With the resident path on, release and unload tell the queue already."""
     hooks = QueueHooks(module, wanted.settings)
     switches.pacing = True
-    _count_waits(ledger)
+    switches.handling.counts_waits = True
     ledger.wrap(module, "EnginePool.get_engine", hooks.get_engine)
     ledger.wrap(module, "EnginePool._load_engine", hooks.load)
     ledger.wrap(module, "EnginePool._unload_engine", hooks.evict)

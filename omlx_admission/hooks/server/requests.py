@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from omlx_admission.core.request import RequestMiddleware
+from omlx_admission.core.answer import AnswerMiddleware
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted
+from omlx_admission.hooks.patching.switches import switches
 
 SERVER = "omlx.server"
 
@@ -21,11 +22,11 @@ def apply(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
         RuntimeError: the application is running already.
     """
     app = module.app
-    app.add_middleware(RequestMiddleware)
+    app.add_middleware(AnswerMiddleware, handling=switches.handling)
 
     def remove() -> None:
         app.user_middleware[:] = [
-            m for m in app.user_middleware if m.cls is not RequestMiddleware
+            m for m in app.user_middleware if m.cls is not AnswerMiddleware
         ]
 
-    ledger.changed(f"{SERVER}:app.user_middleware", RequestMiddleware.__name__, remove)
+    ledger.changed(f"{SERVER}:app.user_middleware", AnswerMiddleware.__name__, remove)

@@ -16,6 +16,7 @@ from omlx_admission.core import request as requests
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted
+from omlx_admission.hooks.patching.switches import switches
 from omlx_admission.hooks.server import requests as requests_hook
 
 SERVER = requests_hook.SERVER
@@ -87,11 +88,5 @@ def apply(module: Any, ledger: Ledger, wanted: Wanted) -> None:
 
     ledger.wrap(omlx.api.shared_models, "generate_id", new_id)
     ledger.wrap(starlette.requests, "Request.json", body)
-    stream_hold.rule = stream_hold.Rule(
-        wanted.settings.stream_hold_s, partial(keepalive, module)
-    )
-
-    def remove() -> None:
-        stream_hold.rule = None
-
-    ledger.on_undo(remove)
+    rule = stream_hold.Rule(wanted.settings.stream_hold_s, partial(keepalive, module))
+    switches.handling.hold_for = rule.hold_for

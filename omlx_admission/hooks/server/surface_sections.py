@@ -6,7 +6,7 @@ Both work without: a section says that it is off, or nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from omlx_admission.gpu.exposure import Record
@@ -15,16 +15,14 @@ from omlx_admission.hooks.gpu import native as gpu_native
 from omlx_admission.observation.observe import Observer, Problem
 
 
-def register(observer: Observer) -> list[Callable[[], None]]:
-    """Register both. Returns what takes them out again."""
+def register(observer: Observer) -> None:
+    """Register both."""
     exposure = Exposure()
     turn = gpu_native.current()
     if turn is not None and getattr(turn, "observer", turn) is None:  # oMLX's has none
         turn.observer = lambda span: observer.turn(span.name, span.asked, span.start, span.end)
-    return [
-        observer.register_section("gpu_turn", turn_section, turn_problems),
-        observer.register_section("exposure", exposure.section, refresh=exposure.refresh),
-    ]
+    observer.register_section("gpu_turn", turn_section, turn_problems)
+    observer.register_section("exposure", exposure.section, refresh=exposure.refresh)
 
 
 def turn_section() -> dict[str, Any]:

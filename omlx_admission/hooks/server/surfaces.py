@@ -204,17 +204,11 @@ def apply_server(module: Any, ledger: Ledger, wanted: Wanted) -> None:
     observe.observer.stuck_s = settings.stuck_s
     observe.observer.budget_s = settings.max_wait_s or 300.0
     ledger.wrap(module, "init_server", init_server)
-    ledger.on_undo(_stop)
     try:
         _add_routes(module, ledger)
-        for remove in surface_sections.register(observe.observer):
-            ledger.on_undo(remove)
+        surface_sections.register(observe.observer)
     except Exception as error:  # noqa: BLE001
         faults.note("adding the routes of /admission", error)
-
-
-def _stop() -> None:
-    observe.observer.stop_watch()
 
 
 def _add_routes(module: Any, ledger: Ledger) -> None:

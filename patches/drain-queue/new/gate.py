@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from .. import exceptions
 from . import load_work, variables
-from . import request as requests
 from .config import Config
 from .footprint import settled
 from .pool.admission import PoolAdmission
 from .pool.places import is_full
 from .pool.port import EnginePoolPort, load_at_hand, refused_class
 from .queue import QueueBroken
+from .request import Handling
 
 if TYPE_CHECKING:
     from ..engine_pool import EnginePool
 
 logger = logging.getLogger("omlx.admission")
+
+#: What the middleware of this server does for all requests.
+handling = Handling()
 
 AdmissionRefused = refused_class(exceptions.SchedulerQueueFullError)
 
@@ -41,7 +44,7 @@ class EngineQueue(PoolAdmission):
         port = EnginePoolPort(pool, module, exceptions, pool._get_engine_past_teardown)
         super().__init__(port, config)
         self.enabled = config.queue
-        requests.queueing = config.queue
+        handling.counts_waits = config.queue
 
     async def get_engine(
         self,

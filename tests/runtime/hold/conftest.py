@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from omlx_admission.core import stream_hold
 from omlx_admission.core.stream_hold import Keepalive, Rule
 
 from ..virtual import VirtualLoop
-from .rig import AFTER, FRAMES, INTERVAL, Waiter
+from .rig import AFTER, FRAMES, HANDLING, INTERVAL, Waiter
 
 
 @pytest.fixture(autouse=True)
 def _rule() -> Iterator[None]:
-    stream_hold.rule = Rule(AFTER, lambda p: Keepalive(FRAMES[p].encode(), INTERVAL))
+    rule = Rule(AFTER, lambda p: Keepalive(FRAMES[p].encode(), INTERVAL))
+    HANDLING.hold_for = rule.hold_for
     yield
-    stream_hold.rule = None
+    HANDLING.reset()
 
 
 @pytest.fixture

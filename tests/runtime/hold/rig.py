@@ -9,9 +9,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from omlx_admission.core import request as requests
+from omlx_admission.core.answer import AnswerMiddleware
 from omlx_admission.core.refusal import Refusal
 
 from ..virtual import VirtualLoop
+
+#: What is switched on.
+HANDLING = requests.Handling()
 
 AFTER, INTERVAL = 10.0, 4.0
 CHUNK = 'data: {"id":"chatcmpl-keepalive","model":"keepalive"}\n\n'
@@ -47,7 +51,7 @@ class Exchange:
         for piece, more in ((content[:9], True), (content[9:], False)):
             self.incoming.put_nowait({"type": "http.request", "body": piece, "more_body": more})
         scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-        self.task = loop.create_task(self._run(requests.RequestMiddleware(app), scope))
+        self.task = loop.create_task(self._run(AnswerMiddleware(app, HANDLING), scope))
         loop.turn()
 
     async def _run(self, app: Any, scope: dict[str, Any]) -> None:

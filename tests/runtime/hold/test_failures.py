@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from omlx_admission.core import request as requests
-from omlx_admission.core import stream_hold
 from omlx_admission.core.refusal import Refusal
 from omlx_admission.core.stream_hold import Keepalive, Rule
 
@@ -18,6 +17,7 @@ from .rig import (
     AFTER,
     BUSY,
     FORMS,
+    HANDLING,
     INTERVAL,
     JSON,
     NEVER,
@@ -96,7 +96,7 @@ def test_an_error_of_the_route_is_an_event(
 def test_c17_a_response_that_was_said_to_begin_fails_under_its_id(
     loop: VirtualLoop, waiter: Waiter, refusal: Refusal | None
 ) -> None:
-    stream_hold.rule = Rule(AFTER, lambda _protocol: Keepalive(b"", INTERVAL))
+    HANDLING.hold_for = Rule(AFTER, lambda _protocol: Keepalive(b"", INTERVAL)).hold_for
     waiter.refusal = refusal
     waiter.answer = lambda send: whole(send, 409, JSON, b'{"error": {"message": "no"}}')
     exchange = Exchange(loop, waiter, "/v1/responses")
@@ -197,7 +197,7 @@ def test_a_client_that_cannot_be_reached_ends_the_keepalives_quietly(
 def test_a_fault_in_asking_for_keepalives_costs_nothing(
     loop: VirtualLoop, waiter: Waiter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stream_hold.rule = Rule(AFTER, lambda protocol: {}[protocol])
+    HANDLING.hold_for = Rule(AFTER, lambda protocol: {}[protocol]).hold_for
     exchange = Exchange(loop, waiter)
     loop.advance(AFTER)
     assert exchange.sent == []

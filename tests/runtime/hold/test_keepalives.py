@@ -18,6 +18,7 @@ from ..virtual import VirtualLoop
 from .rig import (
     AFTER,
     BUSY,
+    HANDLING,
     INTERVAL,
     JSON,
     SSE,
@@ -101,7 +102,7 @@ def test_others_get_no_byte_before_their_answer(
 def test_switched_off_or_in_the_mode_off_nothing_is_sent(
     loop: VirtualLoop, waiter: Waiter, rule: Rule | None
 ) -> None:
-    stream_hold.rule = rule
+    HANDLING.hold_for = None if rule is None else rule.hold_for
     exchange = Exchange(loop, waiter)
     loop.advance(20 * AFTER)
     assert exchange.sent == []
@@ -218,7 +219,7 @@ def test_c17_a_response_begins_once_and_is_numbered_on(
         ]
         await whole(send, 200, SSE, *([b"".join(pieces)] if together else pieces))
 
-    stream_hold.rule = Rule(AFTER, lambda _protocol: Keepalive(b"", INTERVAL))
+    HANDLING.hold_for = Rule(AFTER, lambda _protocol: Keepalive(b"", INTERVAL)).hold_for
     waiter.answer = answer
     exchange = Exchange(loop, waiter, "/v1/responses")
     loop.advance(AFTER + 2 * INTERVAL)
@@ -241,7 +242,7 @@ def test_c17_a_response_begins_once_and_is_numbered_on(
 def test_c17_a_response_that_was_not_yet_said_to_begin_is_left_alone(
     loop: VirtualLoop, waiter: Waiter
 ) -> None:
-    stream_hold.rule = Rule(AFTER, lambda _protocol: Keepalive(b"", INTERVAL))
+    HANDLING.hold_for = Rule(AFTER, lambda _protocol: Keepalive(b"", INTERVAL)).hold_for
     created = numbered("response.created", 1, response={"id": "resp_theirs"})
     waiter.answer = lambda send: whole(send, 200, SSE, created)
     exchange = Exchange(loop, waiter, "/v1/responses")
