@@ -102,6 +102,10 @@ class Record:
         """Lockups under the same circumstances as `hours`."""
         return sum(_where(self.lockups, busy, serialised, long))
 
+    def sudden_ends(self, *, busy: int, serialised: bool) -> int:
+        """Processes that ended suddenly under these circumstances."""
+        return sum(_where(self.ended, busy, serialised, None))
+
 
 def _where(
     counts: Mapping[Cell, Number], busy: int, serialised: bool, long: int | None

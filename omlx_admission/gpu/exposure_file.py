@@ -241,8 +241,8 @@ def read(path: Path) -> Ledger:
         return _read(path.read_bytes())
     except FileNotFoundError:
         raise LedgerError(
-            f"no exposure ledger at {path}; it is written once a server runs with "
-            "omlx-admission switched on"
+            f"no exposure ledger at {path}: a server with omlx-admission writes one under "
+            "its base path once it runs; if that is another folder, give --base-path"
         ) from None
     except OSError as error:
         raise LedgerError(

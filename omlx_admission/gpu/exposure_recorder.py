@@ -20,7 +20,7 @@ from pathlib import Path
 from omlx_admission.gpu.exposure import Exposure, Record
 from omlx_admission.gpu.exposure_file import MAX_BYTES, ExposureFile, Line, Versions
 from omlx_admission.gpu.faults import GpuFault
-from omlx_admission.gpu.presence import Presence, forget, states
+from omlx_admission.gpu.presence import Presence, forget, line_of, states
 
 logger = logging.getLogger(__name__)
 
@@ -166,10 +166,8 @@ class ExposureRecorder:
             if state.ended:
                 forget(self._file.path, state.name)
                 continue
-            versions = Versions(*(state.versions.get(key, "") for key in Versions._fields))
-            line = Line(versions, Record(ended={state.cell: 1}), state.seen, state.seen)
             try:
-                if self._file.append(line):
+                if self._file.append(line_of(state)):
                     forget(self._file.path, state.name)
             except OSError as error:
                 logger.debug("GPU exposure ledger %s: %s", self._file.path, error)

@@ -26,7 +26,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omlx_admission.gpu.exposure import ALONE, Cell, Others
+from omlx_admission.gpu.exposure import ALONE, Cell, Others, Record
+from omlx_admission.gpu.exposure_file import Line, Versions
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,12 @@ def states(ledger: Path, names: Iterable[str] | None = None) -> Iterator[tuple[S
                 yield state, not _free(fd)
         finally:
             os.close(fd)
+
+
+def line_of(state: State) -> Line:
+    """The line of the ledger for a process that ended suddenly."""
+    versions = Versions(*(state.versions.get(key, "") for key in Versions._fields))
+    return Line(versions, Record(ended={state.cell: 1}), state.seen, state.seen)
 
 
 def _names(folder: str | Path) -> list[str]:

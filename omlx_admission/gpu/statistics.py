@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -17,18 +18,39 @@ class Rate(NamedTuple):
 def poisson_rate(events: int, hours: float, confidence: float = 0.95) -> Rate:
     """The rate of ``events`` in ``hours``, with the exact (Garwood 1936) interval.
 
-    The ends are half the chi-square quantiles of ``2 events`` and ``2 events + 2``
-    degrees of freedom, each leaving ``(1 - confidence) / 2`` outside. Needs SciPy, else
-    ImportError. ValueError where ``hours`` is not positive.
+    At its ends so many events or more, or so few or fewer, have a chance of
+    ``(1 - confidence) / 2``. ValueError where ``hours`` is not positive.
     """
     if hours <= 0.0 or events < 0:
         raise ValueError("a rate needs positive hours and no negative count")
-    from scipy.stats import chi2
-
     tail = (1.0 - confidence) / 2.0
-    low = float(chi2.ppf(tail, 2 * events)) / 2.0 if events else 0.0
-    high = float(chi2.isf(tail, 2 * events + 2)) / 2.0
-    return Rate(events / hours, low / hours, high / hours)
+    low = _mean_where(events - 1, 1.0 - tail) if events else 0.0
+    return Rate(events / hours, low / hours, _mean_where(events, tail) / hours)
+
+
+def _mean_where(most: int, chance: float) -> float:
+    """The mean of a Poisson count that is ``most`` or less with ``chance``."""
+
+    def at_most(mean: float) -> float:
+        log = math.log(mean)
+        terms = (math.exp(n * log - mean - math.lgamma(n + 1)) for n in range(most + 1))
+        return math.fsum(terms)
+
+    return _falls_to(at_most, chance, most + 1.0)
+
+
+def _falls_to(function: Callable[[float], float], value: float, high: float) -> float:
+    """Where ``function``, which falls, reaches ``value``; ``high`` is a first guess."""
+    low = 0.0
+    while function(high) > value:
+        low, high = high, high * 2.0
+    for _ in range(100):
+        middle = (low + high) / 2.0
+        if function(middle) > value:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def chance_in_share(inside: int, total: int, share: float) -> float:
@@ -86,16 +108,11 @@ def hours_needed(
         raise ValueError("needs at least one fault, positive hours and alpha between 0 and 1")
     if later == 0:
         return factor * hours * math.expm1(-math.log(alpha) / faults)
-    low, high = 0.0, factor * hours
-    while chance_so_few(faults, hours, later, high, factor) > alpha:
-        low, high = high, high * 2.0
-    for _ in range(100):
-        middle = (low + high) / 2.0
-        if chance_so_few(faults, hours, later, middle, factor) > alpha:
-            low = middle
-        else:
-            high = middle
-    return high
+    return _falls_to(
+        lambda later_hours: chance_so_few(faults, hours, later, later_hours, factor),
+        alpha,
+        factor * hours,
+    )
 
 
 def hours_needed_known_rate(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from omlx_admission.gpu import presence
 from omlx_admission.gpu.exposure import LONG_TOKENS, Record, merged
 from omlx_admission.gpu.exposure_file import FILE_NAME, LedgerError, Line, read
 from omlx_admission.gpu.statistics import (
@@ -22,6 +23,7 @@ from omlx_admission.gpu.statistics import (
     hours_needed_known_rate,
     poisson_rate,
 )
+from omlx_admission.hooks.gpu.setting import base_path
 from omlx_admission.surfaces.cli import CommandError
 
 FACTOR = 5.0
@@ -37,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-path",
         type=Path,
-        default=Path("~/.omlx"),
         metavar="DIR",
-        help="oMLX's base path, where the ledger lies (default %(default)s)",
+        help="oMLX's base path, where the ledger lies (default: where oMLX itself would "
+        "look: OMLX_BASE_PATH, the app's data folder, ~/.omlx)",
     )
     parser.add_argument(
         "--file", type=Path, metavar="FILE", help="the ledger itself, instead of --base-path"
@@ -54,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. CommandError where there is nothing to report on."""
-    path: Path = (args.file or args.base_path / FILE_NAME).expanduser()
+    folder: Path = args.base_path or base_path(arguments=[])
+    path: Path = (args.file or folder / FILE_NAME).expanduser()
     try:
         ledger = read(path)
     except LedgerError as error:
@@ -69,13 +72,18 @@ def run(args: argparse.Namespace) -> int:
         ]
         if not lines:
             raise CommandError(f"{path}: nothing ran with {args.only!r} in a version")
-    try:
-        report = summarise(lines)
-    except ImportError as error:
-        raise CommandError(
-            "the confidence intervals need SciPy: pip install '/path/to/omlx-admission[report]'"
-        ) from error
-    report = {"file": str(path), "problems": ledger.problems, **report}
+    running = 0
+    for state, lives in presence.states(path):
+        if lives:
+            running += 1
+        elif not state.ended:  # no server has begun since, to count it
+            lines = [*lines, presence.line_of(state)]
+    report = {
+        "file": str(path),
+        "problems": ledger.problems,
+        "running": running,
+        **summarise(lines),
+    }
     print(json.dumps(report, indent=2) if args.json else "\n".join(render(report)))
     return 0
 
@@ -84,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarise(lines: Sequence[Line]) -> dict[str, Any]:
-    """The whole report as plain data; hours and rates per hour. ImportError: no SciPy."""
+    """The whole report as plain data; hours and rates per hour."""
     total = merged(line.record for line in lines)
     return {
         "from": min(line.start for line in lines),
@@ -92,6 +100,13 @@ def summarise(lines: Sequence[Line]) -> dict[str, Any]:
         "starts": sum(line.starts for line in lines),
         "stops": sum(line.stops for line in lines),
         "dropped_lines": sum(line.dropped for line in lines),
+        "ended": [
+            {"busy": busy, "serialised": serialised, "count": count}
+            for busy in (2, 1, 0)
+            for serialised in (False, True)
+            if (count := total.sudden_ends(busy=busy, serialised=serialised))
+        ],
+        "hours_across": total.across / 3600.0,
         "exposure": _exposure(total),
         "engines": _engines(total),
         "faults": [
@@ -106,8 +121,28 @@ def summarise(lines: Sequence[Line]) -> dict[str, Any]:
             for (fault, engine, cell), count in sorted(total.faults.items())
         ],
         "versions": _versions(lines),
-        "evidence": evidence(total),
+        "evidence": [
+            {
+                **dict(zip(_COMPARED, versions, strict=True)),
+                **evidence(record, comparable=SEVERAL not in versions),
+            }
+            for versions, record in _comparable(lines).items()
+        ],
     }
+
+
+_COMPARED = ("omlx", "mlx", "os")
+SEVERAL = "several"
+
+
+def _comparable(lines: Sequence[Line]) -> dict[tuple[str, ...], Record]:
+    """What ran under equal versions of oMLX, MLX and the system, in order. What a new version
+    changes must not pass for what turns change."""
+    groups: dict[tuple[str, ...], Record] = {}
+    for line in lines:
+        key = tuple(getattr(line.versions, name) for name in _COMPARED)
+        groups.setdefault(key, Record()).add(line.record)
+    return groups
 
 
 def _rate(events: int, hours: float) -> dict[str, Any]:
@@ -177,7 +212,7 @@ def _versions(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return rows
 
 
-def evidence(total: Record) -> dict[str, Any]:
+def evidence(total: Record, *, comparable: bool = True) -> dict[str, Any]:
     """What the ledger shows on two questions: do lockups prefer two busy engines, and do
     turns prevent them. Fields are None where the counts so far say nothing."""
     one_hours = total.hours(busy=1, serialised=False)
@@ -195,6 +230,8 @@ def evidence(total: Record) -> dict[str, Any]:
         "needed": None,
     }
     busy_hours = one_hours + two_hours
+    if not comparable:
+        return result
     if one + two and busy_hours > 0.0:
         result["chance_in_two_engine_share"] = chance_in_share(
             two, one + two, two_hours / busy_hours
@@ -233,11 +270,26 @@ def render(report: dict[str, Any]) -> list[str]:
         out.append(f"  note: {report['dropped_lines']} unreadable lines were dropped before")
     days = [time.strftime("%Y-%m-%d", time.localtime(report[key])) for key in ("from", "to")]
     out.append(f"  {days[0]} to {days[1]}, server runs: {report['starts']}")
-    open_ended = report["starts"] - report["stops"]
+    ended = sum(row["count"] for row in report["ended"])
+    for row in report["ended"]:
+        out.append(
+            f"  {row['count']} ended suddenly with {_BUSY[row['busy']]} busy"
+            + (f", turns {_TURNS[row['serialised']]}" if row["busy"] else "")
+        )
+    if ended:
+        out.append("  Metal may end a process that way: such a lockup is not among those below")
+    if report["running"]:
+        out.append(f"  running now: {report['running']}")
+    open_ended = report["starts"] - report["stops"] - ended - report["running"]
     if open_ended > 0:
         out.append(
             f"  {open_ended} of them did not end in good order (killed, crashed) or still run;"
             " Metal often ends a process itself, and such a lockup is not counted below"
+        )
+    if report["hours_across"]:
+        out.append(
+            f"  {_hours(report['hours_across'])} h of those with two or more busy were engines "
+            "of two servers: turns do not reach from one to the other"
         )
     kilo = LONG_TOKENS // 1024
     out += ["", "Exposure"]
@@ -309,7 +361,27 @@ def render(report: dict[str, Any]) -> list[str]:
             for row in report["versions"]
         ],
     )
-    return [*out, "", "What it shows", *_findings(report["evidence"])]
+    out += ["", "What it shows"]
+    told = [row for row in report["evidence"] if _tells(row)] or report["evidence"][-1:]
+    if len(report["evidence"]) > 1:
+        out.append("  Turns on and off are compared within equal versions only.")
+    for found in told:
+        if len(report["evidence"]) > 1:
+            names = (found["omlx"] or "?", found["mlx"] or "?", found["os"] or "?")
+            out += ["", "  oMLX {}, MLX {}, {}:".format(*names)]
+        out += _findings(found)
+    return [
+        *out,
+        "  All this takes lockups as independent. Retries cluster them, so that the true "
+        "evidence is weaker.",
+    ]
+
+
+def _tells(found: dict[str, Any]) -> bool:
+    """Whether there is anything to say of these versions."""
+    return bool(found["two"]["hours"] or found["two_serialised"]["hours"]) or any(
+        found[key]["lockups"] for key in ("one", "two", "two_serialised")
+    )
 
 
 def _findings(found: dict[str, Any]) -> list[str]:
@@ -331,8 +403,10 @@ def _findings(found: dict[str, Any]) -> list[str]:
     needed = found["needed"]
     if needed is None:
         out.append(
-            "  Nothing can be said about turns before a lockup is counted with two engines "
-            "busy and turns off."
+            "  These are sums of several versions: nothing is compared in them."
+            if SEVERAL in (found[name] for name in _COMPARED)
+            else "  Nothing can be said about turns before a lockup is counted with two "
+            "engines busy and turns off."
         )
         return out
     same = found["chance_if_turns_changed_nothing"]
@@ -361,10 +435,6 @@ def _findings(found: dict[str, Any]) -> list[str]:
                 f"      ({_hours(item['low'])} to {_hours(item['high'])} h in all if the "
                 "rate without turns were known exactly, one- and two-sided)"
             )
-    out.append(
-        "  All this takes lockups as independent. Retries cluster them, so that the true "
-        "evidence is weaker."
-    )
     return out
 
 
