@@ -6,6 +6,7 @@ import asyncio
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,6 @@ from omlx_admission.core.answer import AnswerMiddleware
 from omlx_admission.core.cut import Cut
 from omlx_admission.hooks import install
 from omlx_admission.hooks.install import State
-from omlx_admission.hooks.patching import gate
 from omlx_admission.hooks.patching.switches import switches
 from omlx_admission.hooks.server import stream_hold
 from omlx_admission.settings import Settings
@@ -47,6 +47,20 @@ def server() -> Iterator[Any]:
     before = omlx.server._server_state.global_settings
     yield omlx.server
     omlx.server._server_state.global_settings = before
+
+
+@contextmanager
+def applied(server: Any, **values: Any) -> Iterator[install.Report]:
+    """The hooks on the pool and the server."""
+    import omlx.engine_pool
+
+    one = install.Installer(install.decide(settings=Settings(**values)))
+    try:
+        one.on_import(omlx.engine_pool)
+        one.on_import(server)
+        yield one.report
+    finally:
+        one.undo()
 
 
 def mode(server: Any, name: str) -> None:
@@ -79,7 +93,6 @@ def test_the_frames_are_omlxs(server: Any) -> None:
 def test_the_interval_is_omlxs(server: Any, mocker: Any) -> None:
     mode(server, "chunk")
     found = stream_hold.keepalive(server, "anthropic")
-    assert found is not None
     assert found.interval_s == 10.0
 
     async def other(generator: Any, http_request: Any = None, interval: float = 3.0) -> None:
@@ -87,7 +100,6 @@ def test_the_interval_is_omlxs(server: Any, mocker: Any) -> None:
 
     mocker.patch.object(server, "_with_sse_keepalive", other)
     found = stream_hold.keepalive(server, "anthropic")
-    assert found is not None
     assert found.interval_s == 3.0
 
 
@@ -95,7 +107,6 @@ def test_the_id_of_a_chunk_is_found_and_replaced(server: Any) -> None:
     """What is sent is what oMLX makes itself once it knows the id."""
     mode(server, "chunk")
     found = stream_hold.keepalive(server, "openai_chat")
-    assert found is not None
 
     async def send(message: Any) -> None: ...
 
@@ -109,7 +120,6 @@ def test_the_id_of_a_chunk_is_found_and_replaced(server: Any) -> None:
 
 def test_c17_a_response_that_was_said_to_have_begun_keeps_its_id(server: Any) -> None:
     """It is the id that oMLX itself gives it, and stores it under."""
-    import omlx.engine_pool
     from omlx.api import shared_models
 
     async def handler(request: requests.Request) -> None:
@@ -122,15 +132,10 @@ def test_c17_a_response_that_was_said_to_have_begun_keeps_its_id(server: Any) ->
 
     response_id = ""
     found: list[str] = []
-    one = install.Installer(install.decide(settings=Settings()))
-    try:
-        one.on_import(omlx.engine_pool)
-        one.on_import(server)
+    with applied(server):
         asyncio.run(post("/v1/responses", {"stream": True}, handler))
         response_id = "resp_ours"
         asyncio.run(post("/v1/responses", {"stream": True}, handler))
-    finally:
-        one.undo()
     assert found[3:5] == ["resp_ours"] * 2
     others = [*found[:3], found[5]]
     assert len({one.partition("_")[2] for one in others}) == 4
@@ -149,22 +154,11 @@ def test_a_fault_is_noted_and_nothing_is_sent(
 
 @pytest.mark.parametrize("after_s", [2.5, 0.0])
 def test_the_variable_switches_it(server: Any, after_s: float) -> None:
-    import omlx.engine_pool
-
-    one = install.Installer(install.decide(settings=Settings(stream_hold_s=after_s)))
-    try:
-        one.on_import(omlx.engine_pool)
-        one.on_import(server)
-        state = one.report.verdict("stream_hold").state
-        if after_s:
-            assert state is State.APPLIED
-            hold_for: Any = switches.handling.hold_for
-            assert hold_for.__self__.after_s == after_s
-        else:
-            assert state is State.OFF
-            assert switches.handling.hold_for is None
-    finally:
-        one.undo()
+    with applied(server, stream_hold_s=after_s) as report:
+        state = report.verdict("stream_hold").state
+        assert state is (State.APPLIED if after_s else State.OFF)
+        hold_for: Any = switches.handling.hold_for
+        assert (hold_for and hold_for.__self__.after_s) == (after_s or None)
     assert switches.handling.hold_for is None
 
 
@@ -180,17 +174,10 @@ def test_f8_the_framework_tells_what_a_body_says(server: Any, path: str) -> None
         assert request.hold is not None
         told.append((request.hold._streams, request.hold._model))
 
-    one = install.Installer(install.decide(settings=Settings()))
-    try:
-        import omlx.engine_pool
-
-        one.on_import(omlx.engine_pool)
-        one.on_import(server)
+    with applied(server):
         for stream, root in ((True, ""), (False, "/omlx")):
             asyncio.run(post(path, {"model": "b", "stream": stream}, handler, root))
         asyncio.run(post("/v1/embeddings", {"stream": True}, None))
-    finally:
-        one.undo()
     assert told == [(True, "b"), (False, "b")]
     assert vars(Request)["json"] is stock
 
@@ -226,20 +213,3 @@ async def post(path: str, body: Any, handler: Any, root: str = "") -> None:
     scope = {"type": "http", "method": "POST", "path": root + path, "headers": headers}
     await app({**scope, "root_path": root, "query_string": b""}, receive, send)
     assert sent[0]["status"] == 200
-
-
-def test_an_omlx_without_such_keepalives_runs_without(tmp_path: Any) -> None:
-    found = gate.find()
-    text = (found.root / "server.py").read_text("utf-8")
-    source = tmp_path / "omlx"
-    source.mkdir()
-    for name in ("_version.py", "engine_pool.py", "exceptions.py"):
-        (source / name).write_text((found.root / name).read_text("utf-8"))
-    changed = text.replace("def _resolve_keepalive(protocol", "def _resolve_keepalive(kind")
-    assert changed != text
-    (source / "server.py").write_text(changed)
-    report = install.decide(tmp_path, Settings())
-    verdict = report.verdict("stream_hold")
-    assert verdict.state is State.REFUSED
-    assert "_resolve_keepalive" in verdict.reasons[0]
-    assert report.verdict("requests").state is State.READY

@@ -11,7 +11,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from omlx_admission.hooks import install
 from omlx_admission.hooks.server import surfaces
 from omlx_admission.observation import observe
 from omlx_admission.observation.observe import Observer
@@ -70,18 +69,10 @@ async def test_a_swap_from_end_to_end(make_house: Make, seen: Observer) -> None:
     await task
     assert states(house) == {"b": "resident"}
     swap = read(house)["swaps"][0]
-    assert (swap["target"], swap["victims"], swap["result"], swap["served"]) == (
-        "b",
-        ["a"],
-        "loaded",
-        1,
-    )
-    assert {kind for kind, _, _ in read(house)["timeline"]["states"]["a"]} == {
-        "loading",
-        "resident",
-        "draining",
-        "unloading",
-    }
+    told = [swap[name] for name in ("target", "victims", "result", "served")]
+    assert told == ["b", ["a"], "loaded", 1]
+    of_a = {kind for kind, _, _ in read(house)["timeline"]["states"]["a"]}
+    assert of_a == {"loading", "resident", "draining", "unloading"}
     await house.release("b")
     assert seen.progress == {}
     assert all(level.value == 0 for level in seen.levels.values())
@@ -150,23 +141,14 @@ async def test_a_broken_queue_is_told(house: House) -> None:
 
 
 async def test_the_cache_budget_is_checked_engine_by_engine(house: House) -> None:
-    await house.get("a")
-    await house.get("d")
     budget = SimpleNamespace(max_bytes=1000, _total_bytes=10)
     house.pool._scheduler_config = SimpleNamespace(hot_cache_budget=budget)
     for model, mine in (("a", budget), ("d", SimpleNamespace())):
         scheduler = SimpleNamespace(config=SimpleNamespace(hot_cache_budget=mine))
-        house.entry(model).engine._engine = SimpleNamespace(
-            engine=SimpleNamespace(scheduler=scheduler)
-        )
-    cache = read(house)["cache"]
-    assert cache == {
-        "limit_bytes": 1000,
-        "used_bytes": 10,
-        "engines": 2,
-        "shared": 1,
-        "one_budget": False,
-    }
+        core = SimpleNamespace(engine=SimpleNamespace(scheduler=scheduler))
+        (await house.get(model))._engine = core
+    cache = {"limit_bytes": 1000, "used_bytes": 10, "engines": 2, "shared": 1}
+    assert read(house)["cache"] == {**cache, "one_budget": False}
 
 
 def fake_server() -> Any:
@@ -194,14 +176,9 @@ def test_the_routes_come_first_and_go_again(seen: Observer) -> None:
 
     module, ledger = fake_server(), Ledger()
     surfaces.apply_server(module, ledger, wanted(stuck_s=7.0, max_wait_s=40.0))
-    assert [getattr(r, "path", r) for r in module.app.router.routes] == [
-        "/admission",
-        "/admission/status",
-        "/admission/status/schema",
-        "/admission/metrics",
-        "/admission/events",
-        "stock",
-    ]
+    paths = ["", "/status", "/status/schema", "/metrics", "/events"]
+    found = [getattr(r, "path", r) for r in module.app.router.routes]
+    assert found == [*(f"/admission{path}" for path in paths), "stock"]
     assert (seen.stuck_s, seen.budget_s) == (7.0, 40.0)
     assert set(seen.sections()) == {"gpu_turn", "exposure"}
     assert module.init_server() == "made"
@@ -227,13 +204,6 @@ def test_routes_that_cannot_be_added_cost_nothing_else(
     assert module.app.router.routes == ["stock"]
     assert "routes of /admission failed" in caplog.text
     ledger.undo()
-
-
-def test_it_can_be_off(make_house: Make) -> None:
-    report = install.decide(settings=Settings(surfaces=False))
-    verdict = report.verdict("surfaces")
-    assert verdict.state is install.State.OFF
-    assert verdict.reasons == ["OMLX_ADMISSION_SURFACES=0"]
 
 
 async def test_a_drain_that_hangs_is_told(
