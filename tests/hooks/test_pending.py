@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,32 +16,33 @@ EMERGENCY = 1000 + 3 * 1024**3
 
 
 @pytest.fixture
-def make_enforcer(mocker: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[House], Any]:
-    """Stock's memory enforcer on a house; its reading is ``usage``, the ceiling 1000."""
+def house(make_house: Make) -> House:
+    """Its residents drain for the first request that waits."""
+    return make_house(max_age_s=0.0)
+
+
+@pytest.fixture
+def enforcer(house: House, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stock's memory enforcer on the house; its reading is ``usage``, the ceiling 1000."""
     monkeypatch.setenv("OMLX_DISABLE_PRESSURE_RECLAIM", "1")
-
-    def make(house: House, usage: int = 0) -> Any:
-        enforcer = enforcer_of(house.pool, usage, memory_guard_tier="custom")
-        enforcer._running = True  # its level counts; the test polls
-        return enforcer
-
-    return make
+    enforcer = enforcer_of(house.pool, memory_guard_tier="custom")
+    enforcer._running = True  # its level counts; the test polls
+    return enforcer
 
 
-async def under_pressure(house: House, enforcer: Any, usage: int = EMERGENCY) -> None:
+async def under_pressure(enforcer: Any, usage: int = EMERGENCY) -> None:
     """One poll of the enforcer at ``usage`` bytes."""
     enforcer.usage = usage
     await enforcer._check_and_enforce()
 
 
 async def test_a_mark_that_outlives_its_lease_is_completed_and_the_next_request_served(
-    house: House, make_enforcer: Callable[[House], Any]
+    house: House, enforcer: Any
 ) -> None:
     """The lease goes while the engine still has the ended request in its own queues."""
-    enforcer = make_enforcer(house)
     engine = await house.get("a")
     engine.has_active_requests.return_value = True
-    await under_pressure(house, enforcer)
+    await under_pressure(enforcer)
     engine.abort_all_requests.assert_awaited()
     assert house.entry("a").pending_unload_reason == "hard memory pressure"
     late = house.ask("a")
@@ -57,15 +57,14 @@ async def test_a_mark_that_outlives_its_lease_is_completed_and_the_next_request_
 
 
 async def test_a_mark_that_recovery_made_pointless_is_withdrawn(
-    house: House, make_enforcer: Callable[[House], Any]
+    house: House, enforcer: Any
 ) -> None:
-    enforcer = make_enforcer(house)
     engine = await house.get("a")
     engine.has_active_requests.return_value = True
-    await under_pressure(house, enforcer)
+    await under_pressure(enforcer)
     late = house.ask("a")
     await house.release("a")
-    await under_pressure(house, enforcer, usage=0)
+    await under_pressure(enforcer, usage=0)
     await settle()
     assert not late.done()
     engine.has_active_requests.return_value = False
@@ -76,12 +75,9 @@ async def test_a_mark_that_recovery_made_pointless_is_withdrawn(
     await house.ends_idle("a")
 
 
-async def test_a_model_pinned_after_its_mark_stays(
-    house: House, make_enforcer: Callable[[House], Any]
-) -> None:
-    enforcer = make_enforcer(house)
+async def test_a_model_pinned_after_its_mark_stays(house: House, enforcer: Any) -> None:
     engine = await house.get("a")
-    await under_pressure(house, enforcer)
+    await under_pressure(enforcer)
     house.pool.set_pinned("a", True)
     late = await house.waits("a")
     await house.release("a")
@@ -90,12 +86,11 @@ async def test_a_model_pinned_after_its_mark_stays(
 
 
 async def test_a_marked_engine_whose_loop_has_died_is_unloaded(
-    house: House, make_enforcer: Callable[[House], Any], mocker: Any
+    house: House, enforcer: Any, mocker: Any
 ) -> None:
-    enforcer = make_enforcer(house)
     engine = await house.get("a")
     engine.has_active_requests.return_value = True
-    await under_pressure(house, enforcer)
+    await under_pressure(enforcer)
     engine._engine = mocker.Mock()
     engine._engine.engine._task.done.return_value = True
     engine._engine.engine.scheduler = None
@@ -105,9 +100,8 @@ async def test_a_marked_engine_whose_loop_has_died_is_unloaded(
 
 
 async def test_an_evicted_model_comes_back_for_its_next_request(
-    house: House, make_enforcer: Callable[[House], Any]
+    house: House, enforcer: Any
 ) -> None:
-    enforcer = make_enforcer(house)
     engine = await house.get("a")
     await house.release("a")
     house.hold_unloads = True
@@ -131,10 +125,8 @@ async def test_an_evicted_model_comes_back_for_its_next_request(
 @pytest.mark.parametrize("when", ["draining", "loading"])
 @pytest.mark.parametrize("usage", [990, EMERGENCY])
 async def test_pressure_during_a_drain_or_a_load_leaves_each_waiter_one_outcome(
-    make_house: Make, make_enforcer: Callable[[House], Any], when: str, usage: int
+    house: House, enforcer: Any, when: str, usage: int
 ) -> None:
-    house = make_house(max_age_s=0.0)
-    enforcer = make_enforcer(house)
     engine = await house.get("a")
     engine.has_active_requests.return_value = True
     house.hold_loads = True
@@ -147,9 +139,8 @@ async def test_pressure_during_a_drain_or_a_load_leaves_each_waiter_one_outcome(
         return 1
 
     engine.abort_all_requests.side_effect = aborted
-    poll = None
     if when == "draining":
-        await under_pressure(house, enforcer, usage)
+        await under_pressure(enforcer, usage)
         assert house.entry("a").in_use == 1  # its request has not been told yet
     await house.release("a")
     engine.has_active_requests.return_value = False
@@ -160,20 +151,16 @@ async def test_pressure_during_a_drain_or_a_load_leaves_each_waiter_one_outcome(
         await settle()
     enforcer.usage = 0
     house.hold_loads = False
-    served: list[str] = []
 
     async def use(model: str, waiter: asyncio.Task[Any]) -> None:
         await waiter
-        served.append(model)
         await house.release(model)
 
-    uses = [use(m, w) for m, w in zip("bba", waiters, strict=True)]
-    done = asyncio.gather(*uses)
+    served = asyncio.gather(*(use(m, w) for m, w in zip("bba", waiters, strict=True)))
     await house.let_load("b")
-    await done
-    if poll is not None:
+    await served
+    if when == "loading":
         await poll
-    assert sorted(served) == ["a", "b", "b"]
     await until(lambda: not house.entry("a").pending_unload_reason)
     house.assert_idle()
 
@@ -190,8 +177,7 @@ async def test_the_mark_of_an_admin_unload_is_always_completed(house: House) -> 
     await house.ends_idle("a")
 
 
-async def test_nobody_follows_marks_of_our_own(make_house: Make) -> None:
-    house = make_house(max_age_s=0.0)
+async def test_nobody_follows_marks_of_our_own(house: House) -> None:
     await house.get("a")
     for_b = await house.waits("b")
     assert house.entry("a").pending_unload_reason == "admission drain for 'b'"

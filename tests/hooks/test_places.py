@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +44,7 @@ def done(tasks: list[asyncio.Task[Any]]) -> list[bool]:
 
 
 @pytest.fixture
-def busy(make_house: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., House]:
+def busy(make_house: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
     """A pool whose engines run ``slots`` requests at once, as real text engines do."""
 
     def make(slots: int, **values: Any) -> House:
@@ -53,11 +52,8 @@ def busy(make_house: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hou
 
         def with_scheduler(house: House, *args: Any, **keywords: Any) -> Any:
             made = engine(house, *args, **keywords)
-            made._engine = SimpleNamespace(
-                engine=SimpleNamespace(
-                    scheduler=SimpleNamespace(config=SimpleNamespace(max_num_seqs=slots))
-                )
-            )
+            scheduler = SimpleNamespace(config=SimpleNamespace(max_num_seqs=slots))
+            made._engine = SimpleNamespace(engine=SimpleNamespace(scheduler=scheduler))
             return made
 
         monkeypatch.setattr(House, "engine", with_scheduler)
@@ -67,9 +63,7 @@ def busy(make_house: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hou
 
 
 @pytest.mark.parametrize("slots", [1, 8])
-async def test_c2_the_load_grants_as_many_as_the_engine_takes(
-    busy: Callable[..., House], slots: int
-) -> None:
+async def test_c2_the_load_grants_as_many_as_the_engine_takes(busy: Make, slots: int) -> None:
     house = busy(slots)
     house.hold_loads = True
     waiters = await asked(house, "a", 44)
@@ -89,9 +83,7 @@ async def test_c2_the_load_grants_as_many_as_the_engine_takes(
     house.assert_idle()
 
 
-async def test_c25_a_newcomer_of_a_loaded_model_waits_its_turn(
-    busy: Callable[..., House],
-) -> None:
+async def test_c25_a_newcomer_of_a_loaded_model_waits_its_turn(busy: Make) -> None:
     house = busy(1)
     await house.use("a")
     first = await asked(house, "a", 2)
@@ -116,7 +108,7 @@ async def test_c25_a_newcomer_of_a_loaded_model_waits_its_turn(
     house.assert_idle()
 
 
-async def test_c25_before_the_queue_was_ever_needed(busy: Callable[..., House]) -> None:
+async def test_c25_before_the_queue_was_ever_needed(busy: Make) -> None:
     """A pinned model is loaded without it; its first burst is paced all the same."""
     house = busy(1)
     await house.use("a")
@@ -131,7 +123,7 @@ async def test_c25_before_the_queue_was_ever_needed(busy: Callable[..., House]) 
     house.assert_idle()
 
 
-async def test_unleased_hand_outs_take_no_place(busy: Callable[..., House]) -> None:
+async def test_unleased_hand_outs_take_no_place(busy: Make) -> None:
     """Load routes and the first question of a validation generate nothing."""
     house = busy(1)
     await house.use("a")
@@ -146,7 +138,7 @@ async def test_unleased_hand_outs_take_no_place(busy: Callable[..., House]) -> N
     house.assert_idle()
 
 
-async def test_without_the_queue_nothing_is_paced(busy: Callable[..., House]) -> None:
+async def test_without_the_queue_nothing_is_paced(busy: Make) -> None:
     house = busy(1, features={"resident"})
     await house.use("a")
     assert all(done(await asked(house, "a", 5)))
@@ -160,9 +152,7 @@ async def test_an_engine_without_such_a_scheduler_is_given_all(house: House) -> 
 
 
 @pytest.mark.parametrize("slots", [1, 8])
-async def test_c3_only_what_the_engine_has_is_sat_out(
-    busy: Callable[..., House], slots: int
-) -> None:
+async def test_c3_only_what_the_engine_has_is_sat_out(busy: Make, slots: int) -> None:
     house = busy(slots, max_age_s=0.0)
     await house.use("a")
     crowd = await asked(house, "a", 60)
@@ -184,9 +174,7 @@ async def test_c3_only_what_the_engine_has_is_sat_out(
     house.assert_idle()
 
 
-async def test_a_request_that_allows_no_wait_goes_to_the_engines_own_queue(
-    busy: Callable[..., House],
-) -> None:
+async def test_a_request_that_allows_no_wait_goes_to_the_engines_own_queue(busy: Make) -> None:
     house = busy(1)
     await house.use("a")
 
@@ -211,9 +199,7 @@ async def test_a_request_that_allows_no_wait_goes_to_the_engines_own_queue(
     house.assert_idle()
 
 
-async def test_c7_a_queue_full_for_b_turns_nobody_away_from_a(
-    busy: Callable[..., House],
-) -> None:
+async def test_c7_a_queue_full_for_b_turns_nobody_away_from_a(busy: Make) -> None:
     house = busy(1, max_queue=3, max_age_s=0.0)
     await house.get("a")
     for_b = await asked(house, "b", 4)

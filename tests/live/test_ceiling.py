@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from omlx_admission.surfaces.demo.client import Answer, Client
+from omlx_admission.surfaces.demo.client import Client
 from standin.server import Server
 
 from .conftest import loading, until
@@ -37,88 +36,72 @@ async def waits_for_the_ceiling(client: Client, model: str) -> None:
 
 
 @pytest.mark.parametrize("lasts", [0.1, 3.0])
-def test_c1_a_dip_behind_a_busy_model(serve: Serve, lasts: float) -> None:
+async def test_c1_a_dip_behind_a_busy_model(serve: Serve, lasts: float) -> None:
     """(a) and (c): one plain, one streaming, both kept waiting past the first keep-alive."""
     server = serve(ceiling_gb=ROOM, load_s=0.5, OMLX_ADMISSION_STREAM_HOLD_S="0.5")
     client = Client(server.url)
-
-    async def scenario() -> list[Answer]:
-        await client.chat("a")
-        long = asyncio.create_task(client.chat("a", tokens=2 * LONG, stream=True))
-        others = [
-            asyncio.create_task(client.chat("b", stream=stream, delay=0.3))
-            for stream in (False, True)
-        ]
-        await asyncio.sleep(0.6)
-        server.set_ceiling(DIP)
-        await waits_for_the_ceiling(client, "b")
-        await asyncio.sleep(lasts)
-        server.set_ceiling(ROOM)
-        return await asyncio.gather(long, *others)
-
-    answers = asyncio.run(scenario())
+    await client.chat("a")
+    long = asyncio.create_task(client.chat("a", tokens=2 * LONG, stream=True))
+    others = [
+        asyncio.create_task(client.chat("b", stream=stream, delay=0.3))
+        for stream in (False, True)
+    ]
+    await asyncio.sleep(0.6)
+    server.set_ceiling(DIP)
+    await waits_for_the_ceiling(client, "b")
+    await asyncio.sleep(lasts)
+    server.set_ceiling(ROOM)
+    answers = await asyncio.gather(long, *others)
     assert all(a.ok for a in answers), answers
     assert swaps(server) == ["a", "b"]
 
 
-def test_c1_a_dip_while_the_other_idles(serve: Serve) -> None:
+async def test_c1_a_dip_while_the_other_idles(serve: Serve) -> None:
     """(b): nothing leaves in it, and the loaded model serves on."""
     server = serve(ceiling_gb=ROOM, load_s=0.2)
     client = Client(server.url)
-
-    async def scenario() -> tuple[Answer, Answer, Any]:
-        await client.chat("a")
-        server.set_ceiling(DIP)
-        for_b = asyncio.create_task(client.chat("b"))
-        await waits_for_the_ceiling(client, "b")
-        for_a = await client.chat("a")
-        loaded = (await client.get("/api/status"))[1]["loaded_models"]
-        server.set_ceiling(ROOM)
-        return await for_b, for_a, loaded
-
-    for_b, for_a, loaded = asyncio.run(scenario())
+    await client.chat("a")
+    server.set_ceiling(DIP)
+    for_b = asyncio.create_task(client.chat("b"))
+    await waits_for_the_ceiling(client, "b")
+    for_a = await client.chat("a")
+    loaded = (await client.get("/api/status"))[1]["loaded_models"]
+    server.set_ceiling(ROOM)
+    for_b = await for_b
     assert for_a.ok, for_a
     assert loaded == ["a"]
     assert for_b.ok, for_b
 
 
-def test_c1_a_dip_during_a_drain_and_during_a_load(serve: Serve) -> None:
+async def test_c1_a_dip_during_a_drain_and_during_a_load(serve: Serve) -> None:
     server = serve(ceiling_gb=ROOM, load_s=2.0, OMLX_ADMISSION_MAX_AGE_S="0")
     client = Client(server.url)
-
-    async def scenario() -> list[Answer]:
-        await client.chat("a")
-        long = asyncio.create_task(client.chat("a", tokens=LONG, stream=True))
-        for_b = asyncio.create_task(client.chat("b", delay=0.3))
-        late = asyncio.create_task(client.chat("a", delay=0.6))
-        await asyncio.sleep(0.8)
-        server.set_ceiling(DIP)  # A drains
-        answers = [await long]
-        await asyncio.sleep(1.0)
-        assert (await client.get("/api/status"))[1]["loaded_models"] == ["a"]
-        server.set_ceiling(ROOM)
-        await until(loading(client, "b"))
-        server.set_ceiling(DIP)
-        await asyncio.sleep(1.0)
-        server.set_ceiling(ROOM)
-        return [*answers, await for_b, await late]
-
-    answers = asyncio.run(scenario())
+    await client.chat("a")
+    long = asyncio.create_task(client.chat("a", tokens=LONG, stream=True))
+    for_b = asyncio.create_task(client.chat("b", delay=0.3))
+    late = asyncio.create_task(client.chat("a", delay=0.6))
+    await asyncio.sleep(0.8)
+    server.set_ceiling(DIP)  # A drains
+    answers = [await long]
+    await asyncio.sleep(1.0)
+    assert (await client.get("/api/status"))[1]["loaded_models"] == ["a"]
+    server.set_ceiling(ROOM)
+    await until(loading(client, "b"))
+    server.set_ceiling(DIP)
+    await asyncio.sleep(1.0)
+    server.set_ceiling(ROOM)
+    answers = [*answers, await for_b, await late]
     assert all(a.ok for a in answers), answers
 
 
-def test_c1_a_dip_that_outlasts_the_budget(serve: Serve) -> None:
+async def test_c1_a_dip_that_outlasts_the_budget(serve: Serve) -> None:
     server = serve(ceiling_gb=ROOM, load_s=0.2, OMLX_ADMISSION_MAX_WAIT_S="1")
     client = Client(server.url)
-
-    async def scenario() -> tuple[Answer, Answer, Answer]:
-        server.set_ceiling(DIP)
-        refused = await client.chat("b")
-        never = await client.chat("x")
-        server.set_ceiling(ROOM)
-        return refused, never, await client.chat("b")
-
-    refused, never, after = asyncio.run(scenario())
+    server.set_ceiling(DIP)
+    refused = await client.chat("b")
+    never = await client.chat("x")
+    server.set_ceiling(ROOM)
+    after = await client.chat("b")
     assert refused.status == 503, refused
     assert int(refused.headers["retry-after"]) >= 1
     error = json.loads(refused.body)["error"]

@@ -33,27 +33,24 @@ def embed(client: Client) -> Awaitable[Answer]:
     return client.post("/v1/embeddings", {"model": "e", "input": "hello"})
 
 
-def test_the_ceiling_moves_in_the_default_tier(serve: Serve) -> None:
+async def test_the_ceiling_moves_in_the_default_tier(serve: Serve) -> None:
     server = serve(ceiling_gb=2.0)
     client = Client(server.url)
 
-    async def scenario() -> None:
-        async def reads(gb: float) -> None:
-            # A reading is kept for a moment.
-            async def look() -> bool:
-                memory = (await client.get("/admission/status"))[1]["memory"]
-                return bool(memory["ceiling_bytes"] == gb * GB)
+    async def reads(gb: float) -> None:
+        # A reading is kept for a moment.
+        async def look() -> bool:
+            memory = (await client.get("/admission/status"))[1]["memory"]
+            return bool(memory["ceiling_bytes"] == gb * GB)
 
-            await until(look)
+        await until(look)
 
-        await reads(2.0)
-        server.set_ceiling(1.25)
-        await reads(1.25)
-        # What moves is not all: it can pass the part that does not.
-        server.set_ceiling(2 * STATIC_GB)
-        await reads(STATIC_GB)
-
-    asyncio.run(scenario())
+    await reads(2.0)
+    server.set_ceiling(1.25)
+    await reads(1.25)
+    # What moves is not all: it can pass the part that does not.
+    server.set_ceiling(2 * STATIC_GB)
+    await reads(STATIC_GB)
 
 
 def test_the_metal_cap_is_a_part_of_the_ceiling(serve: Serve) -> None:
@@ -70,7 +67,7 @@ def test_the_metal_cap_is_a_part_of_the_ceiling(serve: Serve) -> None:
         pytest.param("await", "0", False, id="on no thread"),
     ],
 )
-def test_a_load_hangs_where_loads_run(
+async def test_a_load_hangs_where_loads_run(
     serve: Serve, tmp_path: Path, hang: str, own_thread: str, stuck: bool
 ) -> None:
     # An embedder works on oMLX's load thread, so its answers tell what is on it.
@@ -81,38 +78,30 @@ def test_a_load_hangs_where_loads_run(
         OMLX_ADMISSION_LOAD_THREAD=own_thread,
     )
     client = Client(server.url)
-
-    async def scenario() -> None:
-        assert (await embed(client)).ok
-        swap = asyncio.create_task(client.chat("b"))
-        await until(loading(client, "b"))
-        beside = asyncio.create_task(embed(client))
-        # The event loop is free whatever hangs.
-        await client.get("/health")
-        if stuck:
-            await asyncio.sleep(0.5)
-            assert not beside.done()
-        else:
-            assert (await beside).ok
-        assert not swap.done()
-        over.touch()
+    assert (await embed(client)).ok
+    swap = asyncio.create_task(client.chat("b"))
+    await until(loading(client, "b"))
+    beside = asyncio.create_task(embed(client))
+    # The event loop is free whatever hangs.
+    await client.get("/health")
+    if stuck:
+        await asyncio.sleep(0.5)
+        assert not beside.done()
+    else:
         assert (await beside).ok
-        assert (await swap).ok
+    assert not swap.done()
+    over.touch()
+    assert (await beside).ok
+    assert (await swap).ok
 
-    asyncio.run(scenario())
 
-
-def test_loads_of_one_model_differ(serve: Serve) -> None:
+async def test_loads_of_one_model_differ(serve: Serve) -> None:
     server = serve(load_s=0.0, plan={"per_model": {"b": [0.0, 3.0]}})
     client = Client(server.url)
-
-    async def scenario() -> None:
-        assert (await client.chat("b")).ok
-        assert (await client.chat("a")).ok
-        again = asyncio.create_task(client.chat("b"))
-        await until(loading(client, "b"))
-        await asyncio.sleep(0.5)
-        assert not again.done()
-        assert (await again).ok
-
-    asyncio.run(scenario())
+    assert (await client.chat("b")).ok
+    assert (await client.chat("a")).ok
+    again = asyncio.create_task(client.chat("b"))
+    await until(loading(client, "b"))
+    await asyncio.sleep(0.5)
+    assert not again.done()
+    assert (await again).ok

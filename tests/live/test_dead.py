@@ -43,30 +43,26 @@ def error_of(answer: Reading) -> dict[str, str]:
     return next(content["error"] for content in reversed(found) if "error" in content)
 
 
-def test_p2_callers_of_a_dead_engine_are_told_and_its_model_comes_back(
+async def test_p2_callers_of_a_dead_engine_are_told_and_its_model_comes_back(
     serve: Serve, tmp_path: Path
 ) -> None:
     fault = tmp_path / "fault"
     server = serve(load_s=0.2, plan={"fault_file": str(fault)})
-
-    async def scenario() -> None:
-        client = Client(server.url)
-        assert (await client.chat("a")).ok
-        async with Door(server) as door:
-            more = {"model": "a", "max_tokens": 20_000, "max_output_tokens": 20_000}
-            reading = [
-                door.start(route, **{**more, "stream": stream})[1] for route, stream in ASKED
-            ]
-            await until_running(server, len(ASKED))
-            fault.touch()
-            answers = await asyncio.gather(*reading)
-            fault.unlink()
-        for answer in answers:
-            assert error_of(answer)["code"] == "engine_failed", answer.text[-500:]
-        assert (await client.chat("b")).ok
-        assert (await client.chat("a")).ok
-        async with httpx.AsyncClient(base_url=server.url, **LOCAL) as http:
-            assert (await http.get("/admission/status")).json()["health"]["ok"]
-
-    asyncio.run(scenario())
+    client = Client(server.url)
+    assert (await client.chat("a")).ok
+    async with Door(server) as door:
+        more = {"model": "a", "max_tokens": 20_000, "max_output_tokens": 20_000}
+        reading = [
+            door.start(route, **{**more, "stream": stream})[1] for route, stream in ASKED
+        ]
+        await until_running(server, len(ASKED))
+        fault.touch()
+        answers = await asyncio.gather(*reading)
+        fault.unlink()
+    for answer in answers:
+        assert error_of(answer)["code"] == "engine_failed", answer.text[-500:]
+    assert (await client.chat("b")).ok
+    assert (await client.chat("a")).ok
+    async with httpx.AsyncClient(base_url=server.url, **LOCAL) as http:
+        assert (await http.get("/admission/status")).json()["health"]["ok"]
     assert server.log.count("admission: the engine of 'a' has died") == 1

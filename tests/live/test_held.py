@@ -99,9 +99,7 @@ def test_c19_an_idle_realtime_socket_closes_no_gate(told: dict[str, Any]) -> Non
     assert found["leases"] == [0, 0]
 
 
-def test_c19_beside_an_idle_realtime_socket_another_model_leaves(
-    told: dict[str, Any],
-) -> None:
+def test_c19_beside_an_idle_realtime_socket_another_model_leaves(told: dict[str, Any]) -> None:
     found = told["beside_an_idle_socket_another_model_leaves"]
     if found is None:
         pytest.skip("this oMLX has no realtime transcription")

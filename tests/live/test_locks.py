@@ -12,7 +12,7 @@ from standin.server import Server
 Serve = Callable[..., Server]
 
 
-def test_f4_prefills_that_ask_for_memory_do_not_wait_for_a_load(
+async def test_f4_prefills_that_ask_for_memory_do_not_wait_for_a_load(
     serve: Serve, tmp_path: Path
 ) -> None:
     """Each step of D asks the pool for memory; A's load ends when all of D have ended."""
@@ -27,18 +27,15 @@ def test_f4_prefills_that_ask_for_memory_do_not_wait_for_a_load(
             await asyncio.sleep(0.05)
         raise AssertionError("what the test waits for never happened")
 
-    async def scenario() -> None:
-        client = Client(server.url, timeout=120)
-        assert (await client.chat("d", tokens=2)).ok
-        loading = asyncio.create_task(client.chat("a", tokens=2))
-        await until(lambda: "swapping to 'a'" in server.log)
-        answers = await asyncio.gather(
-            *(client.chat("d", tokens=8, stream=i % 2 == 0) for i in range(20))
-        )
-        assert all(answer.ok for answer in answers), answers
-        assert not loading.done()
-        loaded.touch()
-        assert (await loading).ok
-
-    asyncio.run(scenario())
+    client = Client(server.url, timeout=120)
+    assert (await client.chat("d", tokens=2)).ok
+    loading = asyncio.create_task(client.chat("a", tokens=2))
+    await until(lambda: "swapping to 'a'" in server.log)
+    answers = await asyncio.gather(
+        *(client.chat("d", tokens=8, stream=i % 2 == 0) for i in range(20))
+    )
+    assert all(answer.ok for answer in answers), answers
+    assert not loading.done()
+    loaded.touch()
+    assert (await loading).ok
     assert "admission: 'a' resident" in server.log

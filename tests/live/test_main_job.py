@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.surfaces.demo.client import Answer, Client
+from omlx_admission.surfaces.demo.client import Client
 from standin.server import Server
 
 from .conftest import Omlx, loading, said, streaming, until
@@ -30,36 +30,28 @@ def swaps(server: Server) -> list[str]:
     return re.findall(r"admission: '(\w+)' resident", server.log)
 
 
-def test_b01_a_cold_model_evicts_the_resident_and_both_are_served(serve: Serve) -> None:
+async def test_b01_a_cold_model_evicts_the_resident_and_both_are_served(serve: Serve) -> None:
     server = serve(load_s=1.5)
     client = Client(server.url)
-
-    async def scenario() -> list[Answer]:
-        warm = await client.chat("a")
-        for_b = asyncio.create_task(client.chat("b"))
-        await said(server, "swapping to 'b'")
-        for_a = await client.chat("a")
-        return [warm, await for_b, for_a]
-
-    answers = asyncio.run(scenario())
+    warm = await client.chat("a")
+    for_b = asyncio.create_task(client.chat("b"))
+    await said(server, "swapping to 'b'")
+    for_a = await client.chat("a")
+    answers = [warm, await for_b, for_a]
     assert [a.status for a in answers] == [200, 200, 200]
     assert all(a.whole for a in answers)
     assert answers[1].ended < answers[2].ended
     assert swaps(server) == ["a", "b", "a"]
 
 
-def test_b02_the_busy_model_finishes_before_it_leaves(serve: Serve) -> None:
+async def test_b02_the_busy_model_finishes_before_it_leaves(serve: Serve) -> None:
     server = serve(load_s=1.0)
     client = Client(server.url)
-
-    async def scenario() -> list[Answer]:
-        await client.chat("a")
-        long_a = await streaming(server)
-        for_b = asyncio.create_task(client.chat("b"))
-        await said(server, "waits for 'b'")
-        return await asyncio.gather(long_a, for_b, client.chat("a"))
-
-    long_a, for_b, late_a = asyncio.run(scenario())
+    await client.chat("a")
+    long_a = await streaming(server)
+    for_b = asyncio.create_task(client.chat("b"))
+    await said(server, "waits for 'b'")
+    long_a, for_b, late_a = await asyncio.gather(long_a, for_b, client.chat("a"))
     for answer in (long_a, for_b, late_a):
         assert answer.ok, answer
     assert "[DONE]" in long_a.body
@@ -67,37 +59,29 @@ def test_b02_the_busy_model_finishes_before_it_leaves(serve: Serve) -> None:
     assert swaps(server)[:2] == ["a", "b"]
 
 
-def test_b04_a_gate_that_closes_at_once_cuts_nobody(serve: Serve) -> None:
+async def test_b04_a_gate_that_closes_at_once_cuts_nobody(serve: Serve) -> None:
     """W = 0: the drain begins while A streams; A's stream is whole all the same."""
     server = serve(load_s=0.5, OMLX_ADMISSION_MAX_AGE_S="0")
     client = Client(server.url)
-
-    async def scenario() -> list[Answer]:
-        await client.chat("a")
-        long_a = await streaming(server)
-        for_b = asyncio.create_task(client.chat("b"))
-        await said(server, "'a' drains for 'b'")
-        return await asyncio.gather(
-            long_a, for_b, client.chat("a"), client.chat("b", stream=True)
-        )
-
-    answers = asyncio.run(scenario())
+    await client.chat("a")
+    long_a = await streaming(server)
+    for_b = asyncio.create_task(client.chat("b"))
+    await said(server, "'a' drains for 'b'")
+    answers = await asyncio.gather(
+        long_a, for_b, client.chat("a"), client.chat("b", stream=True)
+    )
     assert all(a.ok for a in answers), answers
     # B's waiters were served by one load, then A's newcomer, queued behind the gate.
     assert swaps(server) == ["a", "b", "a"]
     assert "'a' drains for 'b'" in server.log
 
 
-def test_k2_a_model_that_never_fits_costs_nobody_anything(serve: Serve) -> None:
+async def test_k2_a_model_that_never_fits_costs_nobody_anything(serve: Serve) -> None:
     server = serve(load_s=0.2)
     client = Client(server.url)
-
-    async def scenario() -> tuple[Answer, Any]:
-        await client.chat("a")
-        answer = await client.chat("x")
-        return answer, (await client.get("/api/status"))[1]
-
-    answer, status = asyncio.run(scenario())
+    await client.chat("a")
+    answer = await client.chat("x")
+    status = (await client.get("/api/status"))[1]
     assert answer.status == 507
     assert answer.headers["x-should-retry"] == "false"
     assert "retry-after" not in answer.headers
@@ -113,26 +97,22 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_b30_the_budget_ends_in_503_before_any_byte_on_every_route(serve: Serve) -> None:
+async def test_b30_the_budget_ends_in_503_before_any_byte_on_every_route(serve: Serve) -> None:
     server = serve(load_s=0.2, OMLX_ADMISSION_MAX_WAIT_S="2")
     client = Client(server.url)
-
-    async def scenario() -> tuple[Answer, list[Answer]]:
-        await client.chat("a")
-        stream = await streaming(server, tokens=4 * LONG)
-        calls = [
-            client.post(
-                path,
-                {"model": "b", "max_tokens": 8, "stream": stream_it, **body},
-                label=f"{path} {'stream' if stream_it else 'json'}",
-            )
-            for path, body in ROUTES.items()
-            for stream_it in (False, True)
-        ]
-        answers = await asyncio.gather(*calls)
-        return await stream, list(answers)
-
-    stream, answers = asyncio.run(scenario())
+    await client.chat("a")
+    stream = await streaming(server, tokens=4 * LONG)
+    calls = [
+        client.post(
+            path,
+            {"model": "b", "max_tokens": 8, "stream": stream_it, **body},
+            label=f"{path} {'stream' if stream_it else 'json'}",
+        )
+        for path, body in ROUTES.items()
+        for stream_it in (False, True)
+    ]
+    answers = await asyncio.gather(*calls)
+    stream = await stream
     assert stream.ok, stream
     for answer in answers:
         assert answer.status == 503, answer
@@ -151,24 +131,20 @@ def test_b30_the_budget_ends_in_503_before_any_byte_on_every_route(serve: Serve)
 
 
 @pytest.mark.parametrize("when", ["queued", "draining", "loading"])
-def test_b16_b32_a_client_that_leaves_leaves_nothing(serve: Serve, when: str) -> None:
+async def test_b16_b32_a_client_that_leaves_leaves_nothing(serve: Serve, when: str) -> None:
     age = "0" if when == "draining" else "100"
     server = serve(load_s=1.5, OMLX_ADMISSION_MAX_AGE_S=age)
     client = Client(server.url)
-
-    async def scenario() -> tuple[list[Answer], Any]:
-        await client.chat("a")
-        streams = [] if when == "loading" else [await streaming(server)]
-        for_b = asyncio.create_task(client.chat("b"))
-        if when == "loading":
-            await until(loading(client, "b"))
-        else:
-            await said(server, "waits for 'b'" if when == "queued" else "'a' drains for 'b'")
-        for_b.cancel()
-        answers = [*await asyncio.gather(*streams), await client.chat("a")]
-        return answers, (await client.get("/api/status"))[1]
-
-    answers, status = asyncio.run(scenario())
+    await client.chat("a")
+    streams = [] if when == "loading" else [await streaming(server)]
+    for_b = asyncio.create_task(client.chat("b"))
+    if when == "loading":
+        await until(loading(client, "b"))
+    else:
+        await said(server, "waits for 'b'" if when == "queued" else "'a' drains for 'b'")
+    for_b.cancel()
+    answers = [*await asyncio.gather(*streams), await client.chat("a")]
+    status = (await client.get("/api/status"))[1]
     assert answers[-1].ok, answers[-1]
     if when == "loading":
         # The load could not be stopped; it ended, was accounted for, and left again.
@@ -183,33 +159,26 @@ def test_b16_b32_a_client_that_leaves_leaves_nothing(serve: Serve, when: str) ->
         assert "the drain of 'a' is withdrawn" in server.log
 
 
-def test_b23_b33_one_load_for_all_though_the_first_one_leaves(serve: Serve) -> None:
+async def test_b23_b33_one_load_for_all_though_the_first_one_leaves(serve: Serve) -> None:
     server = serve(load_s=1.5)
     client = Client(server.url)
-
-    async def scenario() -> list[Answer]:
-        gone = asyncio.create_task(client.chat("d"))
-        await until(loading(client, "d"))
-        rest = [asyncio.create_task(client.chat("d", stream=n % 2 == 0)) for n in range(6)]
-        await said(server, "waits for 'd'", 2)
-        gone.cancel()
-        return list(await asyncio.gather(*rest))
-
-    assert all(a.ok for a in asyncio.run(scenario()))
+    gone = asyncio.create_task(client.chat("d"))
+    await until(loading(client, "d"))
+    rest = [asyncio.create_task(client.chat("d", stream=n % 2 == 0)) for n in range(6)]
+    await said(server, "waits for 'd'", 2)
+    gone.cancel()
+    answers = list(await asyncio.gather(*rest))
+    assert all(a.ok for a in answers)
     assert swaps(server) == ["d"]
 
 
-def test_b51_a_broken_model_fails_fast_and_disturbs_nobody(serve: Serve) -> None:
+async def test_b51_a_broken_model_fails_fast_and_disturbs_nobody(serve: Serve) -> None:
     server = serve(load_s=0.5, failing=("d",))
     client = Client(server.url)
-
-    async def scenario() -> list[Answer]:
-        await client.chat("a")
-        together = await asyncio.gather(*(client.chat("d") for _ in range(3)))
-        later = await client.chat("d")
-        return [*together, later, await client.chat("a")]
-
-    answers = asyncio.run(scenario())
+    await client.chat("a")
+    together = await asyncio.gather(*(client.chat("d") for _ in range(3)))
+    later = await client.chat("d")
+    answers = [*together, later, await client.chat("a")]
     for answer in answers[:-1]:
         # No conflict (409), which stock clients try again: the same load would fail again.
         assert answer.status == 500
@@ -220,7 +189,7 @@ def test_b51_a_broken_model_fails_fast_and_disturbs_nobody(serve: Serve) -> None
     assert swaps(server) == ["a"]
 
 
-def test_switched_off_it_is_stock(serve: Serve, omlx: Omlx) -> None:
+async def test_switched_off_it_is_stock(serve: Serve, omlx: Omlx) -> None:
     """`OMLX_ADMISSION=0`: the refusals that the queue exists to end are back.
 
     With the changes in oMLX itself, of which the queue alone has a switch, the refusal
@@ -228,33 +197,25 @@ def test_switched_off_it_is_stock(serve: Serve, omlx: Omlx) -> None:
     """
     server = serve(load_s=0.5, OMLX_ADMISSION="0")
     client = Client(server.url)
-
-    async def scenario() -> list[Answer]:
-        await client.chat("a")
-        stream = await streaming(server)
-        for_b = await client.chat("b")
-        return [await stream, for_b]
-
-    stream, for_b = asyncio.run(scenario())
+    await client.chat("a")
+    stream = await streaming(server)
+    for_b = await client.chat("b")
+    stream, for_b = [await stream, for_b]
     assert stream.ok
     assert for_b.status == (503 if omlx.native else 507)
     assert "admission:" not in server.log
 
 
-def test_a_server_that_ends_refuses_who_waits_and_finishes_who_runs(serve: Serve) -> None:
+async def test_a_server_that_ends_refuses_who_waits_and_finishes_who_runs(serve: Serve) -> None:
     server = serve(load_s=0.3)
     client = Client(server.url)
+    await client.chat("a")
 
-    async def scenario() -> list[Answer]:
-        await client.chat("a")
-
-        stream = await streaming(server)
-        for_b = asyncio.create_task(client.chat("b"))
-        await said(server, "waits for 'b'")
-        os.kill(server.pid, signal.SIGTERM)
-        return list(await asyncio.gather(stream, for_b))
-
-    stream, for_b = asyncio.run(scenario())
+    stream = await streaming(server)
+    for_b = asyncio.create_task(client.chat("b"))
+    await said(server, "waits for 'b'")
+    os.kill(server.pid, signal.SIGTERM)
+    stream, for_b = list(await asyncio.gather(stream, for_b))
     assert stream.ok, stream
     assert for_b.status == 503
     assert json.loads(for_b.body)["error"]["code"] == "shutting_down"

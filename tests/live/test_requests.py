@@ -16,17 +16,10 @@ WAIT = {"X-OMLX-Max-Wait": "0.5"}
 READABLE = {"retry-after", "x-should-retry", "x-omlx-admission-wait-ms"}
 
 
-def test_c12_a_script_may_read_when_to_come_back_and_how_long_it_waited(serve: Serve) -> None:
+async def test_c12_a_script_may_read_when_to_come_back_and_how_long_it_waited(
+    serve: Serve,
+) -> None:
     server = serve(load_s=0.1)
-
-    async def scenario() -> None:
-        async with Door(server) as door:
-            async with door.busy("a"):
-                await ask(door, "b", 503, "retry-after")
-                await ask(door, "x", 507, "x-should-retry")
-                await ask(door, "a", 200, "x-omlx-admission-wait-ms")
-            plain = await door.http.get("/v1/models", headers=ORIGIN)
-            assert "access-control-expose-headers" not in plain.headers
 
     async def ask(door: Door, model: str, status: int, header: str) -> None:
         path = "/v1/chat/completions"
@@ -41,10 +34,16 @@ def test_c12_a_script_may_read_when_to_come_back_and_how_long_it_waited(serve: S
             if origin:
                 assert answer.headers["access-control-allow-origin"] == "*"
 
-    asyncio.run(scenario())
+    async with Door(server) as door:
+        async with door.busy("a"):
+            await ask(door, "b", 503, "retry-after")
+            await ask(door, "x", 507, "x-should-retry")
+            await ask(door, "a", 200, "x-omlx-admission-wait-ms")
+        plain = await door.http.get("/v1/models", headers=ORIGIN)
+        assert "access-control-expose-headers" not in plain.headers
 
 
-def test_f7_a_client_that_pours_into_a_wait_is_held_by_the_server(serve: Serve) -> None:
+async def test_f7_a_client_that_pours_into_a_wait_is_held_by_the_server(serve: Serve) -> None:
     """The route reads no body, so that nothing but the wait could take it."""
     server = serve(load_s=0.1)
     whole, piece = 256 << 20, b"x" * (1 << 20)
@@ -57,21 +56,17 @@ def test_f7_a_client_that_pours_into_a_wait_is_held_by_the_server(serve: Serve) 
             await writer.drain()
             poured += len(piece)
 
-    async def scenario() -> None:
-        async with Door(server) as door, door.busy("a"):
-            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(
-                b"POST /v1/models/b/load HTTP/1.1\r\nhost: x\r\n"
-                b"content-length: %d\r\n\r\n" % whole
-            )
-            pouring = asyncio.create_task(pour(writer))
-            waited = 0
-            while waited < 50:
-                status = (await door.http.get("/admission/status")).json()
-                waited += status["queue"]["waiting"]
-            assert not pouring.done()
-            assert poured < whole
-            pouring.cancel()
-            writer.transport.abort()
-
-    asyncio.run(scenario())
+    async with Door(server) as door, door.busy("a"):
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(
+            b"POST /v1/models/b/load HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % whole
+        )
+        pouring = asyncio.create_task(pour(writer))
+        waited = 0
+        while waited < 50:
+            status = (await door.http.get("/admission/status")).json()
+            waited += status["queue"]["waiting"]
+        assert not pouring.done()
+        assert poured < whole
+        pouring.cancel()
+        writer.transport.abort()

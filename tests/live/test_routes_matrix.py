@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.routes_matrix.outcomes import OUTCOMES
-from benchmarks.routes_matrix.routes import KEY, ROUTES, Reply, make_models
+from benchmarks.routes_matrix.routes import KEY, ROUTES, make_models
 from benchmarks.routes_matrix.table import problems
 from omlx_admission.surfaces.demo.client import Answer
 from standin import tinymodels
@@ -58,37 +58,29 @@ def house(omlx: Omlx, models: Path, tmp_path_factory: pytest.TempPathFactory) ->
         server.__exit__()
 
 
-def test_b11_residents_answer_while_another_model_loads(house: Open) -> None:
+async def test_b11_residents_answer_while_another_model_loads(house: Open) -> None:
     here = house()
-
-    async def scenario() -> tuple[list[Any], Answer]:
-        await here.chat("small")
-        await here.ask(EMBED, "tiny")
-        load = asyncio.create_task(here.chat("any"))
-        await here.said("swapping to 'any'")
-        beside = [here.chat("small", tokens=4) for _ in range(5)]
-        vectors = [here.ask(EMBED, "tiny") for _ in range(5)]
-        answers = await asyncio.gather(*beside, *vectors)
-        # Order, not time: the load is still under way.
-        assert "'any' resident" not in here.log
-        return list(answers), await load
-
-    answers, load = asyncio.run(scenario())
+    await here.chat("small")
+    await here.ask(EMBED, "tiny")
+    load = asyncio.create_task(here.chat("any"))
+    await here.said("swapping to 'any'")
+    beside = [here.chat("small", tokens=4) for _ in range(5)]
+    vectors = [here.ask(EMBED, "tiny") for _ in range(5)]
+    answers = await asyncio.gather(*beside, *vectors)
+    # Order, not time: the load is still under way.
+    assert "'any' resident" not in here.log
+    answers, load = list(answers), await load
     assert [a.status for a in answers] == [200] * 10
     assert load.ok
 
 
-def test_b28_never_is_said_at_once_and_costs_nobody(house: Open) -> None:
+async def test_b28_never_is_said_at_once_and_costs_nobody(house: Open) -> None:
     """On an idle server, beside a pinned model, and with an idle one resident."""
     here = house("settings")
-
-    async def scenario() -> tuple[list[Reply], list[str]]:
-        replies = [await here.ask(CHAT, "text-never"), await here.ask(CHAT, "nearly")]
-        assert (await here.ask(CHAT, "text")).status == 200
-        replies.append(await here.ask(CHAT, "text-never"))
-        return replies, await here.loaded()
-
-    replies, loaded = asyncio.run(scenario())
+    replies = [await here.ask(CHAT, "text-never"), await here.ask(CHAT, "nearly")]
+    assert (await here.ask(CHAT, "text")).status == 200
+    replies.append(await here.ask(CHAT, "text-never"))
+    loaded = await here.loaded()
     for reply in replies:
         assert reply.status == 507, reply
         assert "retry-after" not in reply.headers
@@ -96,24 +88,20 @@ def test_b28_never_is_said_at_once_and_costs_nobody(house: Open) -> None:
     assert loaded == ["small", "text"]
 
 
-def test_b29_a_full_queue_says_so_at_once_and_a_place_is_free_again(house: Open) -> None:
+async def test_b29_a_full_queue_says_so_at_once_and_a_place_is_free_again(house: Open) -> None:
     here = house("short queue")
-
-    async def scenario() -> tuple[list[Reply], Reply, list[Answer]]:
-        stream = await here.busy()
-        first = asyncio.create_task(here.ask(CHAT, "text"))
-        await here.said("waits for 'text'")
-        refused = [await here.ask(CHAT, "text") for _ in range(3)]
-        # Who is loaded has no queue of ours.
-        beside = [await here.chat("busy", tokens=2) for _ in range(2)]
-        first.cancel()
-        await here.said("for 'text' cancelled after")
-        again = asyncio.create_task(here.ask(CHAT, "text"))
-        await here.said("waits for 'text'", 2)
-        await here.hang_up(stream)
-        return refused, await again, beside
-
-    refused, served, beside = asyncio.run(scenario())
+    stream = await here.busy()
+    first = asyncio.create_task(here.ask(CHAT, "text"))
+    await here.said("waits for 'text'")
+    refused = [await here.ask(CHAT, "text") for _ in range(3)]
+    # Who is loaded has no queue of ours.
+    beside = [await here.chat("busy", tokens=2) for _ in range(2)]
+    first.cancel()
+    await here.said("for 'text' cancelled after")
+    again = asyncio.create_task(here.ask(CHAT, "text"))
+    await here.said("waits for 'text'", 2)
+    await here.hang_up(stream)
+    served = await again
     for reply in refused:
         assert reply.status == 503
         assert error_of(reply)["code"] == "admission_queue_full"
@@ -122,26 +110,20 @@ def test_b29_a_full_queue_says_so_at_once_and_a_place_is_free_again(house: Open)
     assert all(answer.ok for answer in beside)
 
 
-def test_b31_nothing_is_sent_before_a_model_is_there(house: Open) -> None:
+async def test_b31_nothing_is_sent_before_a_model_is_there(house: Open) -> None:
     """A client bounds its wait by its read timeout; an embedder behind a busy model."""
     here = house()
-
-    async def scenario() -> tuple[list[bool], list[Answer]]:
-        stream = await here.busy()
-        body = {"model": "text", **CHAT.body}
-        asked = [
-            asyncio.create_task(
-                here.post("/v1/embeddings", {"model": "embed", "input": "hello"})
-            ),
-            asyncio.create_task(here.post("/v1/chat/completions", body)),
-        ]
-        for model in ("embed", "text"):
-            await here.said(f"waits for '{model}'")
-        early = [task.done() for task in asked]
-        await here.hang_up(stream)
-        return early, list(await asyncio.gather(*asked))
-
-    early, answers = asyncio.run(scenario())
+    stream = await here.busy()
+    body = {"model": "text", **CHAT.body}
+    asked = [
+        asyncio.create_task(here.post("/v1/embeddings", {"model": "embed", "input": "hello"})),
+        asyncio.create_task(here.post("/v1/chat/completions", body)),
+    ]
+    for model in ("embed", "text"):
+        await here.said(f"waits for '{model}'")
+    early = [task.done() for task in asked]
+    await here.hang_up(stream)
+    answers = list(await asyncio.gather(*asked))
     assert early == [False, False]
     for answer in answers:
         assert answer.ok, answer
@@ -152,25 +134,21 @@ def test_b31_nothing_is_sent_before_a_model_is_there(house: Open) -> None:
         json.loads(answer.body)
 
 
-def test_b32_who_sends_again_is_served_once_and_no_wait_is_no_wait(house: Open) -> None:
+async def test_b32_who_sends_again_is_served_once_and_no_wait_is_no_wait(house: Open) -> None:
     here = house()
-
-    async def scenario() -> tuple[list[Answer], Reply, list[str]]:
-        stream = await here.busy()
-        for turn in range(1, 4):
-            calls = [asyncio.create_task(here.chat("text")) for _ in range(5)]
-            await here.said("waits for 'text'", 5 * turn)
-            for call in calls:
-                call.cancel()
-            await here.said("for 'text' cancelled after", 5 * turn)
-        last = asyncio.gather(*(here.chat("text") for _ in range(5)))
-        await here.said("waits for 'text'", 20)
-        at_once = await here.ask(CHAT, "any", max_wait=0)
-        loaded = await here.loaded()
-        await here.hang_up(stream)
-        return await last, at_once, loaded
-
-    answers, at_once, loaded = asyncio.run(scenario())
+    stream = await here.busy()
+    for turn in range(1, 4):
+        calls = [asyncio.create_task(here.chat("text")) for _ in range(5)]
+        await here.said("waits for 'text'", 5 * turn)
+        for call in calls:
+            call.cancel()
+        await here.said("for 'text' cancelled after", 5 * turn)
+    last = asyncio.gather(*(here.chat("text") for _ in range(5)))
+    await here.said("waits for 'text'", 20)
+    at_once = await here.ask(CHAT, "any", max_wait=0)
+    loaded = await here.loaded()
+    await here.hang_up(stream)
+    answers = await last
     assert all(answer.ok for answer in answers)
     assert here.swaps.count("text") == 1
     assert re.search(r"'text' resident after [0-9.]+ s, 5 served", here.log)
@@ -182,23 +160,18 @@ def test_b32_who_sends_again_is_served_once_and_no_wait_is_no_wait(house: Open) 
     assert "swapping to 'any'" not in here.log
 
 
-def test_b46_an_unknown_name_gets_the_default_model_or_its_refusal(house: Open) -> None:
+async def test_b46_an_unknown_name_gets_the_default_model_or_its_refusal(house: Open) -> None:
     here = house("settings")
-
-    async def scenario() -> tuple[list[Reply], list[Answer]]:
-        stream = await here.busy()
-        text = [route for route in ROUTES if route.kind == "text"]
-        calls = [here.ask(route, "nobody", max_wait=0.3) for route in text]
-        refused = list(await asyncio.gather(*calls))
-        await here.hang_up(stream)
-        turns: list[Answer] = []
-        for _ in range(3):
-            main = asyncio.create_task(here.chat("busy", tokens=10))
-            await asyncio.sleep(0.05)
-            turns += await asyncio.gather(main, *(here.chat("nobody") for _ in range(3)))
-        return refused, turns
-
-    refused, turns = asyncio.run(scenario())
+    stream = await here.busy()
+    text = [route for route in ROUTES if route.kind == "text"]
+    calls = [here.ask(route, "nobody", max_wait=0.3) for route in text]
+    refused = list(await asyncio.gather(*calls))
+    await here.hang_up(stream)
+    turns: list[Answer] = []
+    for _ in range(3):
+        main = asyncio.create_task(here.chat("busy", tokens=10))
+        await asyncio.sleep(0.05)
+        turns += await asyncio.gather(main, *(here.chat("nobody") for _ in range(3)))
     assert len(refused) == 9
     for reply in refused:
         assert reply.status == 503, reply
@@ -209,16 +182,12 @@ def test_b46_an_unknown_name_gets_the_default_model_or_its_refusal(house: Open) 
     assert 1 <= here.swaps.count("text") <= 3
 
 
-def test_b50_a_failed_load_leaves_its_room_to_the_next(house: Open) -> None:
+async def test_b50_a_failed_load_leaves_its_room_to_the_next(house: Open) -> None:
     here = house()
-
-    async def scenario() -> list[Reply]:
-        fails = asyncio.create_task(here.ask(CHAT, "any-broken"))
-        await here.said("swapping to 'any-broken'")
-        following = await here.ask(CHAT, "text")
-        return [await fails, await here.ask(CHAT, "any-broken"), following]
-
-    first, again, following = asyncio.run(scenario())
+    fails = asyncio.create_task(here.ask(CHAT, "any-broken"))
+    await here.said("swapping to 'any-broken'")
+    following = await here.ask(CHAT, "text")
+    first, again, following = [await fails, await here.ask(CHAT, "any-broken"), following]
     for reply in (first, again):
         assert reply.status == 500
         assert reply.headers["x-should-retry"] == "false"
@@ -228,23 +197,19 @@ def test_b50_a_failed_load_leaves_its_room_to_the_next(house: Open) -> None:
     assert here.log.count("swapping to 'any-broken'") == 1
 
 
-def test_b57_the_same_swap_however_the_model_was_loaded(house: Open) -> None:
+async def test_b57_the_same_swap_however_the_model_was_loaded(house: Open) -> None:
     """Loaded by a load route; then one place for two models that would fit together."""
     here = house("one model")
-
-    async def scenario() -> list[Any]:
-        answers: list[Any] = [await here.ask(LOAD, "busy")]
-        answers.append(await here.ask(CHAT, "text"))
-        answers.append(await here.ask(CHAT, "small"))
-        assert await here.loaded() == ["small"]
-        stream = await here.busy()
-        waiting = asyncio.create_task(here.ask(LOAD, "small"))
-        await here.said("waits for 'small'", 2)
-        assert await here.loaded() == ["busy"]
-        await here.hang_up(stream)
-        return [*answers, await waiting]
-
-    answers = asyncio.run(scenario())
+    answers: list[Any] = [await here.ask(LOAD, "busy")]
+    answers.append(await here.ask(CHAT, "text"))
+    answers.append(await here.ask(CHAT, "small"))
+    assert await here.loaded() == ["small"]
+    stream = await here.busy()
+    waiting = asyncio.create_task(here.ask(LOAD, "small"))
+    await here.said("waits for 'small'", 2)
+    assert await here.loaded() == ["busy"]
+    await here.hang_up(stream)
+    answers = [*answers, await waiting]
     assert [answer.status for answer in answers] == [200] * 4
     assert here.swaps == ["busy", "text", "small", "busy", "small"]
 

@@ -66,34 +66,30 @@ def swaps(server: Server) -> list[str]:
     return re.findall(r"admission: '(\w+)' resident", server.log)
 
 
-def test_c9_a_client_that_stops_reading_keeps_no_model(serve: Serve) -> None:
+async def test_c9_a_client_that_stops_reading_keeps_no_model(serve: Serve) -> None:
     """B is served, A serves its other clients, and who reads on gets what was made."""
     server = serve(load_s=0.2, OMLX_ADMISSION_MAX_AGE_S="1")
     client = Client(server.url)
-
-    async def scenario() -> None:
-        # B is the fast one of the two: its stream is made before long.
-        await client.chat("b", tokens=2)
-        async with stalled(server, "b") as read_on:
-            others = [asyncio.create_task(client.chat("b", tokens=2)) for _ in range(2)]
-            assert [(await o).status for o in others] == [200, 200]
-            served = await client.chat("a", tokens=2)
-            assert served.status == 200, served.body
-            assert "for 1 answer(s) that the client does not read" in server.log
-            again = await client.chat("b", tokens=2)
-            assert again.status == 200, again.body
-            back = await client.chat("a", tokens=2)
-            assert back.status == 200, back.body
-            whole = await asyncio.wait_for(read_on(), 60)
-            assert b"data: [DONE]" in whole or b'"error"' in whole
-        last = await client.chat("b", tokens=2)
-        assert last.status == 200, last.body
-
-    asyncio.run(scenario())
+    # B is the fast one of the two: its stream is made before long.
+    await client.chat("b", tokens=2)
+    async with stalled(server, "b") as read_on:
+        others = [asyncio.create_task(client.chat("b", tokens=2)) for _ in range(2)]
+        assert [(await o).status for o in others] == [200, 200]
+        served = await client.chat("a", tokens=2)
+        assert served.status == 200, served.body
+        assert "for 1 answer(s) that the client does not read" in server.log
+        again = await client.chat("b", tokens=2)
+        assert again.status == 200, again.body
+        back = await client.chat("a", tokens=2)
+        assert back.status == 200, back.body
+        whole = await asyncio.wait_for(read_on(), 60)
+        assert b"data: [DONE]" in whole or b'"error"' in whole
+    last = await client.chat("b", tokens=2)
+    assert last.status == 200, last.body
     assert swaps(server) == ["b", "a", "b", "a", "b"]
 
 
-def test_c10_a_count_of_tokens_moves_no_model(serve: Serve) -> None:
+async def test_c10_a_count_of_tokens_moves_no_model(serve: Serve) -> None:
     server = serve(load_s=0.5, OMLX_ADMISSION_MAX_AGE_S="0")
     client = Client(server.url)
     body = {"messages": [{"role": "user", "content": "hello"}]}
@@ -101,24 +97,21 @@ def test_c10_a_count_of_tokens_moves_no_model(serve: Serve) -> None:
     async def count(model: str) -> Any:
         return await client.post("/v1/messages/count_tokens", {"model": model, **body})
 
-    async def scenario() -> None:
-        await client.chat("a", tokens=2)
-        stream = asyncio.create_task(client.chat("a", tokens=60, stream=True))
-        await asyncio.sleep(0.3)
-        answers = await asyncio.gather(*(count("b") for _ in range(16)))
-        assert not stream.done()
-        for answer in [*answers, await count("b")]:
-            assert answer.status == 503
-            assert int(answer.headers["retry-after"]) >= 1
-            error = json.loads(answer.body)
-            assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
-        assert (await stream).ok
-        idle = await count("b")
-        assert idle.status == 503
-        there = await count("a")
-        assert there.status == 200
-        assert json.loads(there.body)["input_tokens"] > 0
-
-    asyncio.run(scenario())
+    await client.chat("a", tokens=2)
+    stream = asyncio.create_task(client.chat("a", tokens=60, stream=True))
+    await asyncio.sleep(0.3)
+    answers = await asyncio.gather(*(count("b") for _ in range(16)))
+    assert not stream.done()
+    for answer in [*answers, await count("b")]:
+        assert answer.status == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        error = json.loads(answer.body)
+        assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+    assert (await stream).ok
+    idle = await count("b")
+    assert idle.status == 503
+    there = await count("a")
+    assert there.status == 200
+    assert json.loads(there.body)["input_tokens"] > 0
     assert swaps(server) == ["a"]
     assert "drains" not in server.log

@@ -31,7 +31,7 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to that")
 
 
-def test_who_waits_long_gets_keepalives_and_then_the_same_stream(serve: Serve) -> None:
+async def test_who_waits_long_gets_keepalives_and_then_the_same_stream(serve: Serve) -> None:
     """And who is kept alive may leave, and is told when the server ends."""
     server = serve(load_s=0.2, plan={"keepalive_s": 0.2}, OMLX_ADMISSION_STREAM_HOLD_S="0.3")
 
@@ -58,11 +58,8 @@ def test_who_waits_long_gets_keepalives_and_then_the_same_stream(serve: Serve) -
             os.kill(server.pid, signal.SIGTERM)
             return [await task for _, task in held]
 
-    async def scenario() -> tuple[list[Reading], ...]:
-        async with Door(server) as door:
-            return (*await compare(door), await end(door))
-
-    waited, direct, plain, ended = asyncio.run(scenario())
+    async with Door(server) as door:
+        waited, direct, plain, ended = (*await compare(door), await end(door))
     own = {"date", "x-omlx-admission-wait-ms"}
     for path, held, other in zip(ROUTES, waited, direct, strict=True):
         assert held.status == other.status == 200
@@ -228,7 +225,7 @@ def test_stock_clients_come_back_after_a_status_and_see_no_error(
     assert len(answers) == 8
 
 
-def test_in_the_mode_off_a_refusal_keeps_its_status(omlx: Omlx, serve: Serve) -> None:
+async def test_in_the_mode_off_a_refusal_keeps_its_status(omlx: Omlx, serve: Serve) -> None:
     if omlx.source == standin.PATH:
         pytest.skip("on real oMLX; for the stand-in, the tests of the hook and the runtime")
     server = serve(
@@ -237,12 +234,9 @@ def test_in_the_mode_off_a_refusal_keeps_its_status(omlx: Omlx, serve: Serve) ->
         OMLX_ADMISSION_STREAM_HOLD_S="0.1",
     )
     wait = {"X-OMLX-Max-Wait": "0.6"}
-
-    async def scenario() -> list[Reading]:
-        async with Door(server) as door, door.busy("a"):
-            door.http.headers.update(wait)
-            return await asyncio.gather(*(door.read(path, Reading()) for path in ROUTES))
-
-    for answer in asyncio.run(scenario()):
+    async with Door(server) as door, door.busy("a"):
+        door.http.headers.update(wait)
+        answers = await asyncio.gather(*(door.read(path, Reading()) for path in ROUTES))
+    for answer in answers:
         assert answer.status == 503
         assert json.loads(answer.text)["error"]["code"] == "model_swap_timeout"

@@ -114,7 +114,9 @@ async def call(
 PUBLIC = "/v1/models/a/unload"
 
 
-def test_b52_b60_an_unload_drains_and_all_who_ask_share_it(server: Server, log: Log) -> None:
+async def test_b52_b60_an_unload_drains_and_all_who_ask_share_it(
+    server: Server, log: Log
+) -> None:
     client = Client(server.url)
 
     async def look(delay: float) -> tuple[int, Any]:
@@ -122,28 +124,24 @@ def test_b52_b60_an_unload_drains_and_all_who_ask_share_it(server: Server, log: 
         health, _ = await client.get("/health")
         return health, (await client.get("/admission/status"))[1]
 
-    async def scenario() -> tuple[list[Answer], list[Any]]:
-        await client.chat("a")
-        stream, late, *rest = await asyncio.gather(
-            client.chat("a", tokens=LONG, stream=True),
-            client.chat("a", delay=0.5),
-            call(server, "POST", PUBLIC, delay=0.3),
-            call(server, "POST", "/admin/api/models/a/unload", delay=0.4),
-            call(server, "POST", "/admin/api/models/b/load", delay=0.6),
-            call(server, "POST", PUBLIC + "?mode=if-idle", delay=0.2),
-            call(server, "POST", "/admin/api/models/a/unload?mode=if-idle", delay=0.2),
-            call(server, "POST", PUBLIC + "?mode=later", delay=0.2),
-            look(0.8),
-        )
-        return [stream, late], rest
-
-    (stream, late), (*answers, idle, idle_admin, wrong, seen) = asyncio.run(scenario())
+    await client.chat("a")
+    stream, late, *rest = await asyncio.gather(
+        client.chat("a", tokens=LONG, stream=True),
+        client.chat("a", delay=0.5),
+        call(server, "POST", PUBLIC, delay=0.3),
+        call(server, "POST", "/admin/api/models/a/unload", delay=0.4),
+        call(server, "POST", "/admin/api/models/b/load", delay=0.6),
+        call(server, "POST", PUBLIC + "?mode=if-idle", delay=0.2),
+        call(server, "POST", "/admin/api/models/a/unload?mode=if-idle", delay=0.2),
+        call(server, "POST", PUBLIC + "?mode=later", delay=0.2),
+        look(0.8),
+    )
+    *answers, idle, idle_admin, wrong, seen = rest
     assert stream.ok, stream
     assert "[DONE]" in stream.body
     assert late.ok, late
     assert late.ended > stream.ended
     for answer in answers:
-        assert answer is not None
         assert answer.status_code == 200, answer.text
     # Both unloads are one; A and B came back, each once, in the order of their asking.
     assert log.loads[:3] == ["a", "a", "b"]
@@ -161,15 +159,12 @@ def test_b52_b60_an_unload_drains_and_all_who_ask_share_it(server: Server, log: 
         "draining",
         "'a' finishes what runs, and is unloaded",
     )
-    assert idle is not None
     assert idle.status_code == 409
     assert idle.json()["error"]["code"] == "model_not_idle"
     assert "1 running" in idle.json()["error"]["message"]
     assert idle.headers["x-should-retry"] == "false"
-    assert idle_admin is not None
     assert idle_admin.status_code == 409
     assert idle_admin.json()["code"] == "model_not_idle"
-    assert wrong is not None
     assert wrong.status_code == 400
     assert "drain, now, if-idle" in wrong.json()["error"]["message"]
 
@@ -243,25 +238,19 @@ DOORS = ["/v1/models/a/unload", "/admin/api/models/a/unload"]
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_c20_c21_now_ends_every_answer_with_an_error_of_its_route(
+async def test_c20_c21_now_ends_every_answer_with_an_error_of_its_route(
     server: Server, log: Log, door: str
 ) -> None:
     client = Client(server.url)
     cuts = [Cut(server, route, stream) for route in ROUTES for stream in (False, True)]
-
-    async def scenario() -> tuple[httpx.Response | None, Answer]:
-        await client.chat("a")
-        async with asyncio.TaskGroup() as group:
-            for cut in cuts:
-                group.create_task(cut.read())
-            for cut in cuts:
-                await cut.begun.wait()
-            unload = await call(server, "POST", f"{door}?mode=now")
-            late = await client.chat("a")
-        return unload, late
-
-    unload, late = asyncio.run(scenario())
-    assert unload is not None
+    await client.chat("a")
+    async with asyncio.TaskGroup() as group:
+        for cut in cuts:
+            group.create_task(cut.read())
+        for cut in cuts:
+            await cut.begun.wait()
+        unload = await call(server, "POST", f"{door}?mode=now")
+        late = await client.chat("a")
     assert (unload.status_code, unload.json()["status"]) == (200, "ok")
     assert late.ok, late
     for cut in cuts:
@@ -272,30 +261,24 @@ def test_c20_c21_now_ends_every_answer_with_an_error_of_its_route(
 
 @pytest.mark.usefixtures("real")
 @pytest.mark.parametrize("end", ["budget", "hang up"])
-def test_an_unload_that_ends_early_leaves_the_model_serving(
+async def test_an_unload_that_ends_early_leaves_the_model_serving(
     server: Server, log: Log, end: str
 ) -> None:
     client = Client(server.url)
-
-    async def scenario() -> tuple[list[Answer], httpx.Response | None]:
-        await client.chat("a")
-        options: dict[str, Any] = {"headers": {"X-OMLX-Max-Wait": "0.3"}}
-        if end == "hang up":
-            options = {"hang_up_after": 0.3}
-        stream, unload, late = await asyncio.gather(
-            client.chat("a", tokens=LONG, stream=True),
-            call(server, "POST", PUBLIC, delay=0.2, **options),
-            client.chat("a", delay=0.3),
-        )
-        return [stream, late], unload
-
-    (stream, late), unload = asyncio.run(scenario())
+    await client.chat("a")
+    options: dict[str, Any] = {"headers": {"X-OMLX-Max-Wait": "0.3"}}
+    if end == "hang up":
+        options = {"hang_up_after": 0.3}
+    stream, unload, late = await asyncio.gather(
+        client.chat("a", tokens=LONG, stream=True),
+        call(server, "POST", PUBLIC, delay=0.2, **options),
+        client.chat("a", delay=0.3),
+    )
     assert stream.ok, stream
     assert late.ok, late
     assert late.ended < stream.ended, "it waits behind the gate only while the unload does"
     assert log.loads == ["a"]
     if end == "budget":
-        assert unload is not None
         assert unload.status_code == 503
         assert 1 <= int(unload.headers["retry-after"]) <= 60
         assert unload.json()["error"]["code"] == "model_busy"
@@ -305,29 +288,24 @@ def test_an_unload_that_ends_early_leaves_the_model_serving(
     assert "the unload of 'a' is withdrawn" in log.text
 
 
-def test_b13_b14_two_profiles_of_a_model_take_turns(server: Server, log: Log) -> None:
+async def test_b13_b14_two_profiles_of_a_model_take_turns(server: Server, log: Log) -> None:
     """Four clients without a pause on one, one on the other, one on another model."""
     client = Client(server.url)
+    await client.chat("d:fast")
+    done = asyncio.Event()
+    answers: list[Answer] = []
 
-    async def scenario() -> tuple[list[Answer], list[Answer]]:
-        await client.chat("d:fast")
-        done = asyncio.Event()
-        answers: list[Answer] = []
+    async def loop() -> None:
+        while not done.is_set():
+            answers.append(await client.chat("d:fast", tokens=4))
 
-        async def loop() -> None:
-            while not done.is_set():
-                answers.append(await client.chat("d:fast", tokens=4))
-
-        clients = [asyncio.create_task(loop()) for _ in range(4)]
-        others = []
-        for _ in range(2):
-            calls = [client.chat("d:slow", label="slow") for _ in range(3)]
-            others += await asyncio.gather(*calls, client.chat("a", tokens=2))
-        done.set()
-        await asyncio.gather(*clients)
-        return answers, others
-
-    answers, others = asyncio.run(scenario())
+    clients = [asyncio.create_task(loop()) for _ in range(4)]
+    others = []
+    for _ in range(2):
+        calls = [client.chat("d:slow", label="slow") for _ in range(3)]
+        others += await asyncio.gather(*calls, client.chat("a", tokens=2))
+    done.set()
+    await asyncio.gather(*clients)
     assert all(a.ok for a in (*answers, *others)), [a for a in (*answers, *others) if not a.ok]
     # Not one reload for each request: the slow ones came together, twice.
     loads = log.loads.count("d")
@@ -336,48 +314,41 @@ def test_b13_b14_two_profiles_of_a_model_take_turns(server: Server, log: Log) ->
 
 
 @pytest.mark.usefixtures("real")
-def test_b13_identical_requests_of_a_profile_share_one_load(server: Server, log: Log) -> None:
+async def test_b13_identical_requests_of_a_profile_share_one_load(
+    server: Server, log: Log
+) -> None:
     client = Client(server.url)
-
-    async def scenario() -> list[Answer]:
-        together = await asyncio.gather(*(client.chat("d:fast") for _ in range(4)))
-        return [*together, await client.chat("d:fast"), await client.chat("d:fast")]
-
-    assert all(a.ok for a in asyncio.run(scenario()))
+    together = await asyncio.gather(*(client.chat("d:fast") for _ in range(4)))
+    answers = [*together, await client.chat("d:fast"), await client.chat("d:fast")]
+    assert all(a.ok for a in answers)
     assert log.loads == ["d"]
 
 
 @pytest.mark.usefixtures("real")
-def test_a_settings_change_waits_for_what_runs(server: Server, log: Log) -> None:
+async def test_a_settings_change_waits_for_what_runs(server: Server, log: Log) -> None:
     client = Client(server.url)
     path = "/admin/api/models/a/settings"
-
-    async def scenario() -> tuple[list[Answer], list[httpx.Response | None]]:
-        await client.chat("a")
-        stream, change, late = await asyncio.gather(
-            client.chat("a", tokens=LONG, stream=True),
-            call(server, "PUT", path, delay=0.3, json={"index_cache_freq": 2}),
-            client.chat("a", delay=0.6),
-        )
-        # And one whose budget ends: the route says that it unloaded nothing.
-        held, refused = await asyncio.gather(
-            client.chat("a", tokens=LONG, stream=True),
-            call(
-                server,
-                "PUT",
-                path,
-                delay=0.3,
-                json={"index_cache_freq": 4},
-                headers={"X-OMLX-Max-Wait": "0.2"},
-            ),
-        )
-        return [stream, late, held, await client.chat("a")], [change, refused]
-
-    answers, (change, refused) = asyncio.run(scenario())
+    await client.chat("a")
+    stream, change, late = await asyncio.gather(
+        client.chat("a", tokens=LONG, stream=True),
+        call(server, "PUT", path, delay=0.3, json={"index_cache_freq": 2}),
+        client.chat("a", delay=0.6),
+    )
+    # And one whose budget ends: the route says that it unloaded nothing.
+    held, refused = await asyncio.gather(
+        client.chat("a", tokens=LONG, stream=True),
+        call(
+            server,
+            "PUT",
+            path,
+            delay=0.3,
+            json={"index_cache_freq": 4},
+            headers={"X-OMLX-Max-Wait": "0.2"},
+        ),
+    )
+    answers = [stream, late, held, await client.chat("a")]
     assert all(a.ok for a in answers), answers
-    assert change is not None
     assert change.json()["auto_unloaded"] is True
-    assert refused is not None
     assert refused.status_code == 200
     assert refused.json()["auto_unloaded"] is False
     # At first, with the first change, and with the second one when A was idle.
@@ -385,24 +356,21 @@ def test_a_settings_change_waits_for_what_runs(server: Server, log: Log) -> None
 
 
 @pytest.mark.usefixtures("real")
-def test_b19_a_reload_of_the_models_leaves_no_engine_behind(server: Server, log: Log) -> None:
+async def test_b19_a_reload_of_the_models_leaves_no_engine_behind(
+    server: Server, log: Log
+) -> None:
     """Everything is unloaded and forgotten; meanwhile nothing is cut and nothing loads."""
     client = Client(server.url)
-
-    async def scenario() -> tuple[list[Answer], httpx.Response | None, Any]:
-        await client.chat("a")
-        stream, for_d, reload, late = await asyncio.gather(
-            client.chat("a", tokens=LONG, stream=True),
-            client.chat("d", delay=0.2),
-            call(server, "POST", "/admin/api/reload", delay=0.4),
-            client.chat("d", delay=0.8),
-        )
-        after = await client.chat("b")
-        return [stream, for_d, late, after], reload, (await client.get("/api/status"))[1]
-
-    answers, reload, status = asyncio.run(scenario())
+    await client.chat("a")
+    stream, for_d, reload, late = await asyncio.gather(
+        client.chat("a", tokens=LONG, stream=True),
+        client.chat("d", delay=0.2),
+        call(server, "POST", "/admin/api/reload", delay=0.4),
+        client.chat("d", delay=0.8),
+    )
+    after = await client.chat("b")
+    answers, status = [stream, for_d, late, after], (await client.get("/api/status"))[1]
     assert all(a.ok for a in answers), answers
-    assert reload is not None
     assert reload.status_code == 200, reload.text
     assert "b" in status["loaded_models"]
     # D served on until everything was forgotten, or came back after it.
@@ -444,7 +412,6 @@ def test_c22_now_acts_while_another_model_loads(
             return unload, for_d.result(), late.result()
 
         unload, for_d, late = asyncio.run(scenario())
-    assert unload is not None
     assert (unload.status_code, unload.json()["status"]) == (200, "ok")
     cut.assert_is_an_error()
     assert for_d.ok, for_d
@@ -459,26 +426,22 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("real")
-def test_p3_two_reloads_at_once_leave_no_engine_behind(server: Server, log: Log) -> None:
+async def test_p3_two_reloads_at_once_leave_no_engine_behind(server: Server, log: Log) -> None:
     """The stream does not end within the budget of the reloads."""
     cut = Cut(server, "/v1/messages", stream=True)
     cut.model = "d"
     client = Client(server.url)
     hasty = {"X-OMLX-Max-Wait": "1"}
-
-    async def scenario() -> tuple[list[Any], Answer, Any]:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(cut.read())
-            await cut.begun.wait()
-            reloads = [
-                group.create_task(call(server, "POST", "/admin/api/reload", headers=hasty))
-                for _ in range(2)
-            ]
-        after = await client.chat("a")
-        status = (await client.get("/api/status"))[1]
-        return [r.result() for r in reloads], after, status
-
-    reloads, after, status = asyncio.run(scenario())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(cut.read())
+        await cut.begun.wait()
+        reloads = [
+            group.create_task(call(server, "POST", "/admin/api/reload", headers=hasty))
+            for _ in range(2)
+        ]
+    after = await client.chat("a")
+    status = (await client.get("/api/status"))[1]
+    reloads = [r.result() for r in reloads]
     assert [r.status_code for r in reloads] == [200, 200]
     cut.assert_is_an_error()
     assert after.ok, after
