@@ -12,7 +12,7 @@ import inspect
 import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from omlx_admission.hooks.pool.port import admission_refused
 from omlx_admission.hooks.pool.state import state_of
 from omlx_admission.settings import Settings
 from tests.hooks.decided import decided
+from tests.hooks.gpu_rig import Bench, bench  # noqa: F401 - a fixture
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -218,7 +219,7 @@ def by_profile(house: House, mocker: Any) -> None:
     )
 
 
-async def until(condition: Callable[[], bool], turns: int = 3000) -> None:
+async def until(condition: Callable[[], bool], turns: int = 20000) -> None:
     """Let the loop run until ``condition`` holds; fails after ``turns`` turns of 1 ms.
 
     Stock hops to its executor thread within an unload, so the loop has to turn in
@@ -362,7 +363,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
-    run(lambda: pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+
+    async def test() -> None:
+        async with AsyncExitStack() as ends:
+            for bench in given.values():
+                if isinstance(bench, Bench):  # its engines run on this loop
+                    ends.push_async_callback(bench.aclose)
+            await pyfuncitem.obj(**given)
+
+    run(test)
     return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import sys
 import threading
 import types
 from collections import deque
@@ -11,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks import install
 from omlx_admission.settings import Settings
 from tests.hooks.decided import decided
@@ -152,3 +156,58 @@ def cores(monkeypatch: Any, **values: Any) -> Iterator[type]:
     modules = ("scheduler", "engine_pool", "engine_core", "engine.batched", "engine.vlm")
     with installed(*(f"omlx.{name}" for name in modules), scheduler=fake, **values):
         yield fake
+
+
+class Bench:
+    """Engines with fake schedulers, the turn on."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.cores: list[Any] = []
+
+    def core(self, name: str, *, budget_s: float = 0.0) -> Any:
+        """An engine core; one step a burst unless a budget is given."""
+        config = self.module.EngineConfig(model_name=f"/models/{name}")
+        config.decode_burst_budget_s = config.decode_burst_budget_single_s = budget_s
+        core = self.module.EngineCore(Model(), Model(), config)
+        self.cores.append(core)
+        return core
+
+    async def generate(self, core: Any, tokens: int = 3) -> Any:
+        """One request from beginning to end."""
+        from omlx.request import SamplingParams
+
+        return await core.generate([1, 2], SamplingParams(max_tokens=tokens))
+
+    def ask(self, core: Any, tokens: int = 3) -> asyncio.Task[Any]:
+        return asyncio.get_running_loop().create_task(self.generate(core, tokens))
+
+    async def aclose(self) -> None:
+        """Close all engines, and see that the turn is free."""
+        for core in self.cores:
+            if not core._closed:
+                await core.stop()
+                core.close()
+        if gpu_turn.current is not None:
+            state = gpu_turn.current.snapshot()
+            assert (state.holder, state.waiting) == (None, ())
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    values = getattr(request, "param", {"serialize_engine_gpu": True})
+    with cores(monkeypatch, **values):
+        yield Bench(sys.modules["omlx.engine_core"])
+
+
+def a_request(tokens: int = 100) -> Any:
+    from omlx.request import Request, SamplingParams
+
+    return Request("r", "x", SamplingParams(max_tokens=tokens))
+
+
+def fail(error: str | Exception = "of the work") -> Callable[[], None]:
+    def step() -> None:
+        raise RuntimeError(error) if isinstance(error, str) else error
+
+    return step

@@ -10,7 +10,6 @@ import asyncio
 import concurrent.futures
 import threading
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,45 +20,13 @@ from omlx_admission.gpu_turn import holding as gpu_hold
 from omlx_admission.gpu_turn import sites as gpu_sites
 from omlx_admission.gpu_turn import turn as gpu_turn
 
-from .conftest import run
-from .gpu_rig import Gate, Model, fake_scheduler, installed
+from .conftest import until
+from .gpu_rig import Bench, Gate, a_request, fail, installed
 
-MODULES = ("omlx.scheduler", "omlx.engine_core")
 HANG = (
     "[METAL] Command buffer execution failed: Caused GPU Hang Error "
     "(00000003:kIOGPUCommandBufferCallbackErrorHang)"
 )
-
-
-class Bench:
-    """Engines with fake schedulers, the turn on."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.cores: list[Any] = []
-
-    def core(self, name: str, *, budget_s: float = 0.0) -> Any:
-        """An engine core; one step a burst unless a budget is given."""
-        config = self.module.EngineConfig(model_name=f"/models/{name}")
-        config.decode_burst_budget_s = config.decode_burst_budget_single_s = budget_s
-        core = self.module.EngineCore(Model(), Model(), config)
-        self.cores.append(core)
-        return core
-
-    async def generate(self, core: Any, tokens: int = 3) -> Any:
-        """One request from beginning to end."""
-        from omlx.request import SamplingParams
-
-        return await core.generate([1, 2], SamplingParams(max_tokens=tokens))
-
-    def ask(self, core: Any, tokens: int = 3) -> asyncio.Task[Any]:
-        return asyncio.get_running_loop().create_task(self.generate(core, tokens))
-
-    async def close(self) -> None:
-        for core in self.cores:
-            if not core._closed:
-                await core.stop()
-                core.close()
 
 
 @pytest.fixture(autouse=True)
@@ -73,73 +40,47 @@ def turn() -> gpu_turn.GpuTurn:
     return gpu_turn.current
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    import omlx.engine_core as module
-    import omlx.scheduler as scheduler_module
-
-    values = getattr(request, "param", {"serialize_engine_gpu": True})
-    fake = fake_scheduler(scheduler_module)
-    monkeypatch.setattr(module, "Scheduler", fake)
-    with installed(*MODULES, scheduler=fake, **values):
-        yield Bench(module)
-
-
-def scenario(bench: Bench, test: Callable[[], Any]) -> None:
-    """Run ``test``, then close all engines and see that the turn is free."""
-
-    async def whole() -> None:
-        try:
-            await test()
-        finally:
-            await bench.close()
-
-    run(whole)
-    if gpu_turn.current is not None:
-        state = gpu_turn.current.snapshot()
-        assert (state.holder, state.waiting) == (None, ())
-
-
-def fail(text: str = "of the work") -> Callable[[], None]:
-    def step() -> None:
-        raise RuntimeError(text)
-
-    return step
-
-
 async def waits(turn: gpu_turn.GpuTurn, name: str) -> None:
-    for _ in range(20000):
-        if name in [n for n, _s, _w in turn.snapshot().waiting]:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"{name} never waited")
+    await until(lambda: name in [n for n, _s, _w in turn.snapshot().waiting])
 
 
-def test_two_engines_alternate_and_never_overlap(bench: Bench, turn: gpu_turn.GpuTurn) -> None:
+async def contest(bench: Bench, turn: gpu_turn.GpuTurn, tokens: int = 3) -> tuple[Any, ...]:
+    """A holds the turn, at a gate in its first step, and B waits for it."""
+    a, b, gate = bench.core("a"), bench.core("b"), Gate()
+    a.scheduler.script.append(gate)
+    await a.start()
+    await b.start()
+    for_a = bench.ask(a, tokens)
+    await gate.until_reached()
+    for_b = bench.ask(b)
+    await waits(turn, "b")
+    return a, b, gate, for_a, for_b
+
+
+async def test_two_engines_alternate_and_never_overlap(
+    bench: Bench, turn: gpu_turn.GpuTurn
+) -> None:
     inside: list[str] = []
     overlaps: list[list[str]] = []
+    a, b = bench.core("a"), bench.core("b")
+    for core in (a, b):
+        stock = core.scheduler.step
+        name = gpu_sites.name_of(core)
 
-    async def test() -> None:
-        a, b = bench.core("a"), bench.core("b")
-        for core in (a, b):
-            stock = core.scheduler.step
-            name = gpu_sites.name_of(core)
+        def step(stock: Any = stock, name: str = name) -> Any:
+            inside.append(name)
+            if len(inside) > 1:
+                overlaps.append(list(inside))
+            try:
+                return stock()
+            finally:
+                inside.remove(name)
 
-            def step(stock: Any = stock, name: str = name) -> Any:
-                inside.append(name)
-                if len(inside) > 1:
-                    overlaps.append(list(inside))
-                try:
-                    return stock()
-                finally:
-                    inside.remove(name)
-
-            core.scheduler.step = step
-            await core.start()
-        results = await asyncio.gather(bench.generate(a, 40), bench.generate(b, 40))
-        assert [r.completion_tokens for r in results] == [40, 40]
-
-    scenario(bench, test)
+        core.scheduler.step = step
+        await core.start()
+    results = await asyncio.gather(bench.generate(a, 40), bench.generate(b, 40))
+    assert [r.completion_tokens for r in results] == [40, 40]
+    await bench.aclose()
     assert overlaps == []
     totals = turn.snapshot().totals
     assert {n: t.turns for n, t in totals.items()} == {"a": 40, "b": 40}
@@ -147,7 +88,7 @@ def test_two_engines_alternate_and_never_overlap(bench: Bench, turn: gpu_turn.Gp
     assert sites == {"decode burst"}
 
 
-def test_the_streams_are_drained_on_the_engines_thread_before_the_hand_over(
+async def test_the_streams_are_drained_on_the_engines_thread_before_the_hand_over(
     bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlx.core as mx
@@ -162,14 +103,11 @@ def test_the_streams_are_drained_on_the_engines_thread_before_the_hand_over(
         stock(*args)
 
     monkeypatch.setattr(mx, "synchronize", synchronize)
-
-    async def test() -> None:
-        a = bench.core("a")
-        await a.start()
-        await bench.generate(a, 1)
-
     turn.observer = lambda span: events.append((span.name, "handed over"))
-    scenario(bench, test)
+    a = bench.core("a")
+    await a.start()
+    await bench.generate(a, 1)
+    await bench.aclose()
     thread = next(name for name, _ in events)
     assert thread.startswith("mlx-engine-")
     assert events[:3] == [
@@ -187,208 +125,160 @@ def test_a_step_that_issued_nothing_is_not_drained(
     a = bench.core("a")
     assert [o.has_work for o in a._step_burst()] == [False]
     assert drains == []
-    a.scheduler.add_request(_request())
+    a.scheduler.add_request(a_request())
     assert [o.has_work for o in a._step_burst()] == [True]
     assert drains == [None]
-    scenario(bench, _nothing)
-
-
-async def _nothing() -> None:
-    return
-
-
-def _request(tokens: int = 100) -> Any:
-    from omlx.request import Request, SamplingParams
-
-    return Request("r", "x", SamplingParams(max_tokens=tokens))
+    asyncio.run(bench.aclose())
 
 
 @pytest.mark.parametrize("when", ["before the first step", "in a later step of the burst"])
-def test_an_error_of_the_work_is_the_holders_and_the_turn_passes_on(
+async def test_an_error_of_the_work_is_the_holders_and_the_turn_passes_on(
     bench: Bench, turn: gpu_turn.GpuTurn, when: str
 ) -> None:
-    async def test() -> None:
-        a, b = bench.core("a", budget_s=10.0), bench.core("b")
-        gate = Gate()
-        if when == "in a later step of the burst":
-            a.scheduler.script.append(lambda: None)
-        a.scheduler.script.append(gate)
-        a.scheduler.script.append(fail())
-        await a.start()
-        await b.start()
-        for_a = bench.ask(a, 100)
-        await gate.until_reached()
-        for_b = bench.ask(b)
-        await waits(turn, "b")
-        gate.open()
-        with pytest.raises(RuntimeError, match="of the work"):
-            await for_a
-        assert (await for_b).completion_tokens == 3
-        # The engine itself is fine: its next request is served.
-        assert (await bench.generate(a)).completion_tokens == 3
-
-    scenario(bench, test)
+    a, b = bench.core("a", budget_s=10.0), bench.core("b")
+    gate = Gate()
+    if when == "in a later step of the burst":
+        a.scheduler.script.append(lambda: None)
+    a.scheduler.script.append(gate)
+    a.scheduler.script.append(fail())
+    await a.start()
+    await b.start()
+    for_a = bench.ask(a, 100)
+    await gate.until_reached()
+    for_b = bench.ask(b)
+    await waits(turn, "b")
+    gate.open()
+    with pytest.raises(RuntimeError, match="of the work"):
+        await for_a
+    assert (await for_b).completion_tokens == 3
+    # The engine itself is fine: its next request is served.
+    assert (await bench.generate(a)).completion_tokens == 3
 
 
-def test_an_error_of_the_drain_fails_who_still_runs_and_delivers_who_has_finished(
+async def test_an_error_of_the_drain_fails_who_still_runs_and_delivers_who_has_finished(
     bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        a, b = bench.core("a", budget_s=10.0), bench.core("b")
-        stock = gpu_hold.drain
-        failed: list[None] = []
+    a, b = bench.core("a", budget_s=10.0), bench.core("b")
+    stock = gpu_hold.drain
+    failed: list[None] = []
 
-        def drain(stream: Any = None, **keywords: Any) -> None:
-            if stream is a.scheduler._stream and finishes.done() is False and not failed:
-                failed.append(None)
-                raise RuntimeError("of the drain")
-            stock(stream, **keywords)
+    def drain(stream: Any = None, **keywords: Any) -> None:
+        if stream is a.scheduler._stream and finishes.done() is False and not failed:
+            failed.append(None)
+            raise RuntimeError("of the drain")
+        stock(stream, **keywords)
 
-        monkeypatch.setattr(gpu_hold, "drain", drain)
-        gate = Gate()
-        a.scheduler.script.append(gate)
-        # Ends the burst in which the short request finishes.
-        a.config.decode_burst_max_steps = 2
-        await b.start()
-        finishes, goes_on = bench.ask(a, 2), bench.ask(a, 1000)
-        await _until(lambda: len(a.scheduler.running) == 2)
-        await a.start()
-        await gate.until_reached()
-        for_b = bench.ask(b)
-        await waits(turn, "b")
-        gate.open()
-        assert (await finishes).completion_tokens == 2
-        with pytest.raises(RuntimeError, match="of the drain"):
-            await goes_on
-        assert (await for_b).completion_tokens == 3
-        assert (await bench.generate(a)).completion_tokens == 3
-
-    scenario(bench, test)
+    monkeypatch.setattr(gpu_hold, "drain", drain)
+    gate = Gate()
+    a.scheduler.script.append(gate)
+    # Ends the burst in which the short request finishes.
+    a.config.decode_burst_max_steps = 2
+    await b.start()
+    finishes, goes_on = bench.ask(a, 2), bench.ask(a, 1000)
+    await until(lambda: len(a.scheduler.running) == 2)
+    await a.start()
+    await gate.until_reached()
+    for_b = bench.ask(b)
+    await waits(turn, "b")
+    gate.open()
+    assert (await finishes).completion_tokens == 2
+    with pytest.raises(RuntimeError, match="of the drain"):
+        await goes_on
+    assert (await for_b).completion_tokens == 3
+    assert (await bench.generate(a)).completion_tokens == 3
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    for _ in range(20000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("what the test waits for never happened")
-
-
-def test_an_error_of_the_drain_with_nobody_left_harms_nobody(
+async def test_an_error_of_the_drain_with_nobody_left_harms_nobody(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        a = bench.core("a")
-        await a.start()
-        stock = gpu_hold.drain
-        failed: list[None] = []
+    a = bench.core("a")
+    await a.start()
+    stock = gpu_hold.drain
+    failed: list[None] = []
 
-        def drain(*args: Any, **keywords: Any) -> None:
-            if not failed:
-                failed.append(None)
-                raise RuntimeError("of the drain")
-            stock(*args, **keywords)
+    def drain(*args: Any, **keywords: Any) -> None:
+        if not failed:
+            failed.append(None)
+            raise RuntimeError("of the drain")
+        stock(*args, **keywords)
 
-        monkeypatch.setattr(gpu_hold, "drain", drain)
-        assert (await bench.generate(a, 1)).completion_tokens == 1
-        assert failed
-        assert (await bench.generate(a, 2)).completion_tokens == 2
-
-    scenario(bench, test)
+    monkeypatch.setattr(gpu_hold, "drain", drain)
+    assert (await bench.generate(a, 1)).completion_tokens == 1
+    assert failed
+    assert (await bench.generate(a, 2)).completion_tokens == 2
 
 
-def test_an_error_in_the_clean_up_passes_the_turn_on_too(
+async def test_an_error_in_the_clean_up_passes_the_turn_on_too(
     bench: Bench, turn: gpu_turn.GpuTurn
 ) -> None:
-    async def test() -> None:
-        b = bench.core("b")
-        a = bench.core("a")
-        a.scheduler.add_request(_request())
-        a.scheduler.script.append(fail("of the clean-up"))
-        with pytest.raises(RuntimeError, match="of the clean-up"):
-            await asyncio.get_running_loop().run_in_executor(
-                a._mlx_executor, a.scheduler.fail_all_requests
-            )
-        assert turn.snapshot().recent[-1].site == "failure clean-up"
-        await b.start()
-        assert (await bench.generate(b)).completion_tokens == 3
-
-    scenario(bench, test)
+    b = bench.core("b")
+    a = bench.core("a")
+    a.scheduler.add_request(a_request())
+    a.scheduler.script.append(fail("of the clean-up"))
+    with pytest.raises(RuntimeError, match="of the clean-up"):
+        await asyncio.get_running_loop().run_in_executor(
+            a._mlx_executor, a.scheduler.fail_all_requests
+        )
+    assert turn.snapshot().recent[-1].site == "failure clean-up"
+    await b.start()
+    assert (await bench.generate(b)).completion_tokens == 3
 
 
-def test_the_clean_up_does_not_wait_for_ever(
+async def test_the_clean_up_does_not_wait_for_ever(
     bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_hold, "OPTIONAL_WAIT_S", 0.02)
-
-    async def test() -> None:
-        a, b = bench.core("a"), bench.core("b")
-        gate = Gate()
-        b.scheduler.script.append(gate)
-        await b.start()
-        for_b = bench.ask(b)
-        await gate.until_reached()
-        a.scheduler.add_request(_request())
-        failed = await asyncio.get_running_loop().run_in_executor(
-            a._mlx_executor, a.scheduler.fail_all_requests
-        )
-        assert failed == ["r"]
-        assert turn.snapshot().timeouts == 1
-        gate.open()
-        await for_b
-
-    scenario(bench, test)
+    a, b = bench.core("a"), bench.core("b")
+    gate = Gate()
+    b.scheduler.script.append(gate)
+    await b.start()
+    for_b = bench.ask(b)
+    await gate.until_reached()
+    a.scheduler.add_request(a_request())
+    failed = await asyncio.get_running_loop().run_in_executor(
+        a._mlx_executor, a.scheduler.fail_all_requests
+    )
+    assert failed == ["r"]
+    assert turn.snapshot().timeouts == 1
+    gate.open()
+    await for_b
 
 
 @pytest.mark.slow
-def test_a_wait_beyond_the_limit_fails_the_requests_and_says_who_held_the_turn(
+async def test_a_wait_beyond_the_limit_fails_the_requests_and_says_who_held_the_turn(
     bench: Bench, turn: gpu_turn.GpuTurn
 ) -> None:
-    async def test() -> None:
-        a, b = bench.core("a"), bench.core("b")
-        gate = Gate()
-        a.scheduler.script.append(gate)
-        await a.start()
-        await b.start()
-        for_a = bench.ask(a)
-        await gate.until_reached()
-        turn.limit_s = 0.02
-        with pytest.raises(RuntimeError, match=r"turn on the GPU, which 'a' \(decode burst\)"):
-            await bench.generate(b)
-        turn.limit_s = 600.0
-        gate.open()
-        await for_a
-
-    scenario(bench, test)
+    a, b = bench.core("a"), bench.core("b")
+    gate = Gate()
+    a.scheduler.script.append(gate)
+    await a.start()
+    await b.start()
+    for_a = bench.ask(a)
+    await gate.until_reached()
+    turn.limit_s = 0.02
+    with pytest.raises(RuntimeError, match=r"turn on the GPU, which 'a' \(decode burst\)"):
+        await bench.generate(b)
+    turn.limit_s = 600.0
+    gate.open()
+    await for_a
 
 
 class TestClosing:
     """`close` blocks the event loop: whoever waits on the engine's thread must leave."""
 
-    def test_closed_while_waiting(self, bench: Bench, turn: gpu_turn.GpuTurn) -> None:
-        async def test() -> None:
-            a, b = bench.core("a"), bench.core("b")
-            gate = Gate()
-            a.scheduler.script.append(gate)
-            await a.start()
-            await b.start()
-            for_a = bench.ask(a)
-            await gate.until_reached()
-            for_b = bench.ask(b)
-            await waits(turn, "b")
-            await b.stop()
-            b.close()  # blocks the loop: it returns although the holder still holds
-            assert not for_a.done()
-            assert turn.snapshot().holder == "a"
-            assert turn.snapshot().abandoned == 1
-            for_b.cancel()
-            gate.open()
-            assert (await for_a).completion_tokens == 3
-
-        scenario(bench, test)
+    async def test_closed_while_waiting(self, bench: Bench, turn: gpu_turn.GpuTurn) -> None:
+        _, b, gate, for_a, for_b = await contest(bench, turn)
+        await b.stop()
+        b.close()  # blocks the loop: it returns although the holder still holds
+        assert not for_a.done()
+        assert turn.snapshot().holder == "a"
+        assert turn.snapshot().abandoned == 1
+        for_b.cancel()
+        gate.open()
+        assert (await for_a).completion_tokens == 3
 
     @pytest.mark.parametrize("how", ["stop", "close"])
-    def test_it_leaves_at_once_and_not_at_its_next_look(
+    async def test_it_leaves_at_once_and_not_at_its_next_look(
         self,
         bench: Bench,
         turn: gpu_turn.GpuTurn,
@@ -398,146 +288,88 @@ class TestClosing:
         looks: list[None] = []
         monkeypatch.setattr(gpu_sites, "say_decoding", lambda _: looks.append(None))
         monkeypatch.setattr(gpu_turn, "LOOK_S", 2.0)
-
-        async def test() -> None:
-            a, b = bench.core("a"), bench.core("b")
-            gate = Gate()
-            a.scheduler.script.append(gate)
-            await a.start()
-            await b.start()
-            for_a = bench.ask(a)
-            await gate.until_reached()
-            for_b = bench.ask(b)
-            await waits(turn, "b")
-            await _until(lambda: bool(looks))
-            if how == "stop":
-                await b.stop()
-                await _until(lambda: turn.snapshot().abandoned == 1)
-            else:
-                b.close()
-            assert len(looks) == 1
-            for_b.cancel()
-            gate.open()
-            await for_a
-
-        scenario(bench, test)
-
-    def test_work_that_comes_to_the_thread_while_it_closes_does_not_begin(
-        self, bench: Bench, turn: gpu_turn.GpuTurn
-    ) -> None:
-        async def test() -> None:
-            a = bench.core("a")
-            a.scheduler.add_request(_request())
-            shutdown = a.scheduler.shutdown
-            ended: list[type[BaseException] | None] = []
-
-            def burst_comes_first() -> None:
-                """What the executor may have held back when the engine began to close."""
-                try:
-                    a._step_burst()
-                except BaseException as error:
-                    ended.append(type(error))
-                handle = types.SimpleNamespace(_engine=types.SimpleNamespace(engine=a))
-                try:
-                    gpu_sites.vision(lambda: "encoded", handle, (), {})
-                except gpu_sites.EngineClosing as error:
-                    ended.append(type(error))
-                shutdown()
-
-            a.scheduler.shutdown = burst_comes_first
-            await a.start()
-            await a.stop()
-            steps = a.scheduler.steps
-            scheduler = a.scheduler
-            a.close()
-            assert ended == [concurrent.futures.CancelledError, gpu_sites.EngineClosing]
-            assert scheduler.steps == steps
-
-        scenario(bench, test)
-
-    def test_closed_without_a_stop_while_waiting(
-        self, bench: Bench, turn: gpu_turn.GpuTurn
-    ) -> None:
-        async def test() -> None:
-            a, b = bench.core("a"), bench.core("b")
-            gate = Gate()
-            a.scheduler.script.append(gate)
-            await a.start()
-            await b.start()
-            for_a = bench.ask(a)
-            await gate.until_reached()
-            for_b = bench.ask(b)
-            await waits(turn, "b")
+        _, b, gate, for_a, for_b = await contest(bench, turn)
+        await until(lambda: bool(looks))
+        if how == "stop":
+            await b.stop()
+            await until(lambda: turn.snapshot().abandoned == 1)
+        else:
             b.close()
-            for_b.cancel()
-            gate.open()
-            await for_a
+        assert len(looks) == 1
+        for_b.cancel()
+        gate.open()
+        await for_a
 
-        scenario(bench, test)
-
-    def test_closed_while_holding(self, bench: Bench, turn: gpu_turn.GpuTurn) -> None:
-        async def test() -> None:
-            a, b = bench.core("a"), bench.core("b")
-            gate = Gate()
-            a.scheduler.script.append(gate)
-            await a.start()
-            await b.start()
-            for_a = bench.ask(a, 1000)
-            await gate.until_reached()
-            for_b = bench.ask(b)
-            await waits(turn, "b")
-            await a.stop()
-            # From here the loop is blocked until the burst has ended; nothing that the
-            # burst or the hand-over needs may run there.
-            threading.Thread(target=gate.open).start()
-            a.close()
-            for_a.cancel()
-            assert (await for_b).completion_tokens == 3
-
-        scenario(bench, test)
-
-    def test_stopped_and_started_again_it_waits_again(
+    async def test_work_that_comes_to_the_thread_while_it_closes_does_not_begin(
         self, bench: Bench, turn: gpu_turn.GpuTurn
     ) -> None:
-        async def test() -> None:
-            a = bench.core("a")
-            await a.start()
-            await bench.generate(a)
-            await a.stop()
-            await a.start()
-            assert (await bench.generate(a)).completion_tokens == 3
+        a = bench.core("a")
+        a.scheduler.add_request(a_request())
+        shutdown = a.scheduler.shutdown
+        ended: list[type[BaseException] | None] = []
 
-        scenario(bench, test)
+        def burst_comes_first() -> None:
+            """What the executor may have held back when the engine began to close."""
+            try:
+                a._step_burst()
+            except BaseException as error:
+                ended.append(type(error))
+            handle = types.SimpleNamespace(_engine=types.SimpleNamespace(engine=a))
+            try:
+                gpu_sites.vision(lambda: "encoded", handle, (), {})
+            except gpu_sites.EngineClosing as error:
+                ended.append(type(error))
+            shutdown()
+
+        a.scheduler.shutdown = burst_comes_first
+        await a.start()
+        await a.stop()
+        steps = a.scheduler.steps
+        scheduler = a.scheduler
+        a.close()
+        assert ended == [concurrent.futures.CancelledError, gpu_sites.EngineClosing]
+        assert scheduler.steps == steps
+
+    async def test_closed_while_holding(self, bench: Bench, turn: gpu_turn.GpuTurn) -> None:
+        a, _, gate, for_a, for_b = await contest(bench, turn, 1000)
+        await a.stop()
+        # From here the loop is blocked until the burst has ended; nothing that the
+        # burst or the hand-over needs may run there.
+        threading.Thread(target=gate.open).start()
+        a.close()
+        for_a.cancel()
+        assert (await for_b).completion_tokens == 3
+
+    async def test_stopped_and_started_again_it_waits_again(
+        self, bench: Bench, turn: gpu_turn.GpuTurn
+    ) -> None:
+        a = bench.core("a")
+        await a.start()
+        await bench.generate(a)
+        await a.stop()
+        await a.start()
+        assert (await bench.generate(a)).completion_tokens == 3
+        await bench.aclose()
         assert turn.snapshot().totals["a"].turns == 6
 
-    def test_the_abandoned_burst_ends_the_loop_without_a_fuss(
+    async def test_the_abandoned_burst_ends_the_loop_without_a_fuss(
         self, bench: Bench, turn: gpu_turn.GpuTurn, caplog: pytest.LogCaptureFixture
     ) -> None:
-        async def test() -> None:
-            a, b = bench.core("a"), bench.core("b")
-            gate = Gate()
-            a.scheduler.script.append(gate)
-            await a.start()
-            await b.start()
-            for_a = bench.ask(a)
-            await gate.until_reached()
-            for_b = bench.ask(b)
-            await waits(turn, "b")
-            turn.abandon(b.scheduler)
-            await _until(lambda: b._task is not None and b._task.done())
-            assert b.scheduler.running, "its requests were not failed on the way"
-            for_b.cancel()
-            gate.open()
-            await for_a
-
-        scenario(bench, test)
+        _, b, gate, for_a, for_b = await contest(bench, turn)
+        turn.abandon(b.scheduler)
+        await until(lambda: b._task is not None and b._task.done())
+        assert b.scheduler.running, "its requests were not failed on the way"
+        for_b.cancel()
+        gate.open()
+        await for_a
+        await bench.aclose()
         assert not [r for r in caplog.records if r.levelname in ("ERROR", "CRITICAL")]
 
 
 class TestDecodeActivity:
     """A decoding engine that waits must not look idle to the others' prefill."""
 
-    def test_a_waiter_goes_on_saying_that_it_decodes(
+    async def test_a_waiter_goes_on_saying_that_it_decodes(
         self, bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks: list[None] = []
@@ -551,36 +383,25 @@ class TestDecodeActivity:
         activity = pytest.importorskip("omlx.decode_activity", reason="not in this oMLX")
         registry = activity.get_decode_activity()
         registry.clear()
-
-        async def test() -> None:
-            a, b = bench.core("a"), bench.core("b")
-            gate = Gate()
-            a.scheduler.script.append(gate)
-            await a.start()
-            await b.start()
-            for_a = bench.ask(a)
-            await gate.until_reached()
-            for_b = bench.ask(b)
-            await waits(turn, "b")
-            key = b.scheduler._decode_activity_key
-            for _ in range(3):  # said again and again, not once
-                registry.remove(key)
-                await _until(lambda: registry.others_decoding("somebody else"))
-            # One that waits with nothing running keeps silent.
-            b.scheduler.waiting.append(None)
-            running, b.scheduler.running = b.scheduler.running, {}
-            # A look that began before may still speak; the ones after it may not.
-            seen = len(looks)
-            await _until(lambda: len(looks) > seen)
+        _, b, gate, for_a, for_b = await contest(bench, turn)
+        key = b.scheduler._decode_activity_key
+        for _ in range(3):  # said again and again, not once
             registry.remove(key)
-            await _until(lambda: len(looks) > seen + 3)
-            assert not registry.others_decoding("somebody else")
-            b.scheduler.running = running
-            b.scheduler.waiting.clear()
-            gate.open()
-            await asyncio.gather(for_a, for_b)
-
-        scenario(bench, test)
+            await until(lambda: registry.others_decoding("somebody else"))
+        # One that waits with nothing running keeps silent.
+        b.scheduler.waiting.append(None)
+        running, b.scheduler.running = b.scheduler.running, {}
+        # A look that began before may still speak; the ones after it may not.
+        seen = len(looks)
+        await until(lambda: len(looks) > seen)
+        registry.remove(key)
+        await until(lambda: len(looks) > seen + 3)
+        assert not registry.others_decoding("somebody else")
+        b.scheduler.running = running
+        b.scheduler.waiting.clear()
+        gate.open()
+        await asyncio.gather(for_a, for_b)
+        await bench.aclose()
         registry.clear()
 
 
@@ -596,61 +417,55 @@ class TestVision:
 
         return Engine()
 
-    def test_held_drained_and_left_when_closing(
+    async def test_held_drained_and_left_when_closing(
         self, bench: Bench, turn: gpu_turn.GpuTurn, engine: Any
     ) -> None:
-        async def test() -> None:
-            loop = asyncio.get_running_loop()
-            core = engine._engine.engine
-            held: list[bool] = []
+        loop = asyncio.get_running_loop()
+        core = engine._engine.engine
+        held: list[bool] = []
 
-            def encode(*_: Any) -> str:
-                held.append(turn.held())
-                return "encoded"
+        def encode(*_: Any) -> str:
+            held.append(turn.held())
+            return "encoded"
 
-            def call() -> Any:
-                return gpu_sites.vision(encode, engine, (), {})
+        def call() -> Any:
+            return gpu_sites.vision(encode, engine, (), {})
 
-            assert await loop.run_in_executor(core._mlx_executor, call) == "encoded"
-            assert held == [True]
-            a = bench.core("a")
-            gate = Gate()
-            a.scheduler.script.append(gate)
-            await a.start()
-            for_a = bench.ask(a)
-            await gate.until_reached()
-            waiting = loop.run_in_executor(core._mlx_executor, call)
-            await waits(turn, "v")
-            await core.stop()
-            core.close()
-            with pytest.raises(gpu_sites.EngineClosing, match="'v' is being unloaded"):
-                await waiting
-            gate.open()
-            await for_a
-
-        scenario(bench, test)
+        assert await loop.run_in_executor(core._mlx_executor, call) == "encoded"
+        assert held == [True]
+        a = bench.core("a")
+        gate = Gate()
+        a.scheduler.script.append(gate)
+        await a.start()
+        for_a = bench.ask(a)
+        await gate.until_reached()
+        waiting = loop.run_in_executor(core._mlx_executor, call)
+        await waits(turn, "v")
+        await core.stop()
+        core.close()
+        with pytest.raises(gpu_sites.EngineClosing, match="'v' is being unloaded"):
+            await waiting
+        gate.open()
+        await for_a
 
 
-def test_nobody_waits_for_the_turn_on_an_event_loop(
+async def test_nobody_waits_for_the_turn_on_an_event_loop(
     bench: Bench, turn: gpu_turn.GpuTurn
 ) -> None:
-    async def test() -> None:
-        a = bench.core("a")
-        a.scheduler.add_request(_request())
-        hold = turn.acquire("other", "test")
-        other = threading.Thread(target=lambda: None)
-        other.start()
-        other.join()
-        hold.release()
-        before = turn.snapshot().totals.get("a")
-        a._step_burst()  # on the loop's own thread
-        assert turn.snapshot().totals.get("a") == before
-
-    scenario(bench, test)
+    a = bench.core("a")
+    a.scheduler.add_request(a_request())
+    hold = turn.acquire("other", "test")
+    other = threading.Thread(target=lambda: None)
+    other.start()
+    other.join()
+    hold.release()
+    before = turn.snapshot().totals.get("a")
+    a._step_burst()  # on the loop's own thread
+    assert turn.snapshot().totals.get("a") == before
 
 
 @pytest.mark.parametrize("bench", [{"serialize_engine_gpu": False}], indirect=True)
-def test_off_means_that_nothing_is_wrapped(bench: Bench) -> None:
+async def test_off_means_that_nothing_is_wrapped(bench: Bench) -> None:
     import omlx.engine_core as module
     import omlx.scheduler as scheduler_module
 
@@ -658,7 +473,6 @@ def test_off_means_that_nothing_is_wrapped(bench: Bench) -> None:
     for owner in (module.EngineCore, scheduler_module.Scheduler, module):
         wrapped = [n for n, v in vars(owner).items() if hasattr(v, "_self_wrapper")]
         assert wrapped == []
-    scenario(bench, _nothing)
 
 
 def test_undone_it_is_stock_again() -> None:
@@ -681,31 +495,28 @@ def test_undone_it_is_stock_again() -> None:
 @pytest.mark.parametrize(
     "bench", [{"serialize_engine_gpu": True, "exposure": True}], indirect=True
 )
-def test_a_gpu_fault_reaches_the_clients_in_plain_words_and_the_log_once(
+async def test_a_gpu_fault_reaches_the_clients_in_plain_words_and_the_log_once(
     bench: Bench, turn: gpu_turn.GpuTurn, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch._event = Event()
-
-    async def test() -> None:
-        a, b = bench.core("a"), bench.core("b")
-        gate = Gate()
-        a.scheduler.script.append(lambda: (gate(), fail(HANG)()))
-        a.scheduler.script.append(lambda: None)  # the clean-up
-        a.scheduler.script.append(fail(HANG))
-        await a.start()
-        await b.start()
-        for_a = bench.ask(a, 100)
-        await gate.until_reached()
-        for_b = bench.ask(b, 3)
-        await waits(turn, "b")
-        gate.open()
-        with pytest.raises(RuntimeError, match="hung the GPU; its requests have ended"):
-            await for_a
-        with pytest.raises(RuntimeError, match="hung the GPU"):
-            await bench.generate(a)  # anew, by work that began after the first
-        await for_b
-
-    scenario(bench, test)
+    a, b = bench.core("a"), bench.core("b")
+    gate = Gate()
+    a.scheduler.script.append(lambda: (gate(), fail(HANG)()))
+    a.scheduler.script.append(lambda: None)  # the clean-up
+    a.scheduler.script.append(fail(HANG))
+    await a.start()
+    await b.start()
+    for_a = bench.ask(a, 100)
+    await gate.until_reached()
+    for_b = bench.ask(b, 3)
+    await waits(turn, "b")
+    gate.open()
+    with pytest.raises(RuntimeError, match="hung the GPU; its requests have ended"):
+        await for_a
+    with pytest.raises(RuntimeError, match="hung the GPU"):
+        await bench.generate(a)  # anew, by work that began after the first
+    await for_b
+    await bench.aclose()
     lines = [r.getMessage() for r in caplog.records if "GPU fault" in r.getMessage()]
     ours = [line for line in lines if line.startswith("admission: GPU fault Hang in 'a'")]
     assert len(ours) == 2, "each hang once, however many places saw it"

@@ -82,13 +82,13 @@ async def test_b19_nothing_loads_between_the_unloads_and_the_rescan(
     await later(1.0)
     await house.use("p")
     assert not any(t.done() for t in late)
-    engines["a"].stop.assert_not_awaited()
-    await house.release("a")
-    await until(lambda: engines["a"].stop.await_count == 1)
-    await settle()
     engines["d"].stop.assert_not_awaited()
-    assert house.resident() == {"d", "p"}
     await house.release("d")
+    await until(lambda: engines["d"].stop.await_count == 1)
+    await settle()
+    engines["a"].stop.assert_not_awaited()
+    assert house.resident() == {"a", "p"}
+    await house.release("a")
     assert (await change.task)[0] is True
     before = house.events[: house.events.index("forgotten")]
     assert (before.count("load b"), before.count("load a")) == (0, 1)
@@ -182,6 +182,7 @@ async def test_b19_p4_a_load_is_waited_for(house: House, reload: Reload, evicts:
     assert not change.task.done()
     assert "forgotten" not in house.events
     assert house.entry("a").engine is engine
+    assert not house.pool._lock.locked(), "it waits with the pool's lock"
     await house.release("a")
     assert (await change.task)[0] is True
     engine.stop.assert_awaited_once()
