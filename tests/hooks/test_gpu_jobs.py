@@ -204,20 +204,18 @@ class Speaker:
 
     def generate(self, pieces: int) -> Iterator[int]:
         for piece in range(pieces):
-            assert self.turn.held()
-            self.log.append(f"piece {piece}")
-            if piece == 0:
-                self.in_the_middle.set()
-                until(lambda: self.turn.contended)
-            yield piece
+            yield self.step("piece", piece)
 
     def decode(self, window: int) -> int:
+        return self.step("window", window)
+
+    def step(self, kind: str, number: int) -> int:
         assert self.turn.held()
-        self.log.append(f"window {window}")
-        if window == 0:
+        self.log.append(f"{kind} {number}")
+        if number == 0:
             self.in_the_middle.set()
             until(lambda: self.turn.contended)
-        return window
+        return number
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -243,38 +241,32 @@ def another(turn: gpu_turn.GpuTurn, speaker: Speaker, log: list[str]) -> threadi
     return thread
 
 
-def test_others_get_their_turn_between_two_chunks_of_speech(
-    executor: Any, turn: gpu_turn.GpuTurn
+@pytest.mark.parametrize(
+    ("name", "step", "piece"),
+    [
+        ("tts._synthesize_sync", "generate", "piece"),
+        ("stt._transcribe_sync", "decode", "window"),
+    ],
+)
+def test_others_get_their_turn_between_two_steps_of_a_job(
+    executor: Any, turn: gpu_turn.GpuTurn, name: str, step: str, piece: str
 ) -> None:
+    """Chunks of speech, and windows of a transcription."""
     log: list[str] = []
     model = Speaker(turn, log)
 
-    def synthesize() -> list[int]:
-        return list(model.generate(3))
-
-    job = as_if_of("omlx.engine.tts", "_synthesize_sync", synthesize)
-    thread = another(turn, model, log)
-    assert executor.submit(job).result(PATIENCE_S) == [0, 1, 2]
-    thread.join(PATIENCE_S)
-    assert log == ["piece 0", "decoder's turn", "piece 1", "piece 2"]
-    assert "generate" not in vars(model)
-
-
-def test_others_get_their_turn_between_two_windows_of_a_transcription(
-    executor: Any, turn: gpu_turn.GpuTurn
-) -> None:
-    log: list[str] = []
-    model = Speaker(turn, log)
-
-    def transcribe() -> list[int]:
+    def work() -> list[int]:
+        if step == "generate":
+            return list(model.generate(3))
         return [model.decode(window) for window in range(3)]
 
-    job = as_if_of("omlx.engine.stt", "_transcribe_sync", transcribe)
+    module, _, function = name.partition(".")
+    job = as_if_of(f"omlx.engine.{module}", function, work)
     thread = another(turn, model, log)
     assert executor.submit(job).result(PATIENCE_S) == [0, 1, 2]
     thread.join(PATIENCE_S)
-    assert log == ["window 0", "decoder's turn", "window 1", "window 2"]
-    assert "decode" not in vars(model)
+    assert log == [f"{piece} 0", "decoder's turn", f"{piece} 1", f"{piece} 2"]
+    assert step not in vars(model)
 
 
 def test_a_job_that_fails_gives_its_model_and_the_turn_back(

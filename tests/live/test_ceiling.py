@@ -14,7 +14,7 @@ import pytest
 from omlx_admission.surfaces.demo.client import Client
 from standin.server import Server
 
-from .conftest import loading, until
+from .conftest import loading, said, streaming, until
 from .test_main_job import LONG, swaps
 
 Serve = Callable[..., Server]
@@ -41,12 +41,9 @@ async def test_c1_a_dip_behind_a_busy_model(serve: Serve, lasts: float) -> None:
     server = serve(ceiling_gb=ROOM, load_s=0.5, OMLX_ADMISSION_STREAM_HOLD_S="0.5")
     client = Client(server.url)
     await client.chat("a")
-    long = asyncio.create_task(client.chat("a", tokens=2 * LONG, stream=True))
-    others = [
-        asyncio.create_task(client.chat("b", stream=stream, delay=0.3))
-        for stream in (False, True)
-    ]
-    await asyncio.sleep(0.6)
+    long = await streaming(server, tokens=2 * LONG)
+    others = [asyncio.create_task(client.chat("b", stream=stream)) for stream in (False, True)]
+    await said(server, "waits for 'b'", 2)
     server.set_ceiling(DIP)
     await waits_for_the_ceiling(client, "b")
     await asyncio.sleep(lasts)
@@ -77,13 +74,13 @@ async def test_c1_a_dip_during_a_drain_and_during_a_load(serve: Serve) -> None:
     server = serve(ceiling_gb=ROOM, load_s=2.0, OMLX_ADMISSION_MAX_AGE_S="0")
     client = Client(server.url)
     await client.chat("a")
-    long = asyncio.create_task(client.chat("a", tokens=LONG, stream=True))
-    for_b = asyncio.create_task(client.chat("b", delay=0.3))
-    late = asyncio.create_task(client.chat("a", delay=0.6))
-    await asyncio.sleep(0.8)
-    server.set_ceiling(DIP)  # A drains
+    long = await streaming(server, tokens=LONG)
+    for_b = asyncio.create_task(client.chat("b"))
+    await said(server, "'a' drains for 'b'")
+    late = asyncio.create_task(client.chat("a"))
+    server.set_ceiling(DIP)
     answers = [await long]
-    await asyncio.sleep(1.0)
+    await waits_for_the_ceiling(client, "b")
     assert (await client.get("/api/status"))[1]["loaded_models"] == ["a"]
     server.set_ceiling(ROOM)
     await until(loading(client, "b"))

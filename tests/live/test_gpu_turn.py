@@ -17,7 +17,7 @@ from omlx_admission.surfaces.demo.client import Answer, Client
 from standin import tinymodels
 from standin.server import Server
 
-from .conftest import Omlx
+from .conftest import Omlx, said
 
 IGNORED = (
     "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU "
@@ -80,7 +80,7 @@ def chat_body(model: str, text: str, tokens: int) -> dict[str, Any]:
     }
 
 
-def said(answer: Answer) -> str:
+def text_of(answer: Answer) -> str:
     assert answer.ok, answer
     return str(json.loads(answer.body)["choices"][0]["message"]["content"])
 
@@ -91,7 +91,7 @@ def everything_at_once(server: Server) -> dict[str, str]:
     async def scenario() -> dict[str, str]:
         client = Client(server.url)
         chats = {n: await client.chat(n, tokens=60) for n in "ab"}
-        alone = {n: said(answer) for n, answer in chats.items()}
+        alone = {n: text_of(answer) for n, answer in chats.items()}
         body = {"model": "e", "input": ["some words"] * 8}
         together = await asyncio.gather(
             *(client.chat(n, tokens=60) for n in "ab" for _ in range(3)),
@@ -99,7 +99,7 @@ def everything_at_once(server: Server) -> dict[str, str]:
         )
         assert all(a.status == 200 for a in together)
         for answer in together[:6]:
-            assert said(answer) == alone[answer.model]
+            assert text_of(answer) == alone[answer.model]
         return alone
 
     return asyncio.run(scenario())
@@ -187,24 +187,20 @@ def test_the_ledger_counts_two_busy_engines_and_both_ends_of_the_run(
 @pytest.mark.parametrize(
     ("where", "turn"), [("synchronise", "0"), ("synchronise", "1"), ("work", "0")]
 )
-def test_a_process_in_the_penalty_box_ends_itself(
+async def test_a_process_in_the_penalty_box_ends_itself(
     gpu_serve: Callable[..., GpuServer], tmp_path: Path, omlx: Omlx, where: str, turn: str
 ) -> None:
     if omlx.name == "stand-in" and (where, turn) == ("synchronise", "0"):
         pytest.skip("a step of the stand-in synchronises nothing")
     fails = tmp_path / "fails"
     server = gpu_serve(GPU_FAILS=str(fails), GPU_WHERE=where, OMLX_SERIALIZE_ENGINE_GPU=turn)
-
-    async def scenario() -> None:
-        client = Client(server.url, timeout=30)
-        assert (await client.chat("a", tokens=4)).ok
-        fails.write_text(IGNORED)
-        chat = asyncio.create_task(client.chat("a", tokens=2000))
-        assert server._process is not None
-        assert await asyncio.to_thread(server._process.wait, 30) == 70
-        await chat
-
-    asyncio.run(scenario())
+    client = Client(server.url, timeout=30)
+    assert (await client.chat("a", tokens=4)).ok
+    fails.write_text(IGNORED)
+    chat = asyncio.create_task(client.chat("a", tokens=2000))
+    assert server._process is not None
+    assert await asyncio.to_thread(server._process.wait, 30) == 70
+    await chat
     if omlx.native or takes_turns_itself(omlx):
         return  # it left by itself, perhaps before our log and ledger could see why
     assert "GPU fault SubmissionsIgnored in 'a'" in server.log
@@ -213,7 +209,7 @@ def test_a_process_in_the_penalty_box_ends_itself(
     assert not any(line.stops for line in lines)
 
 
-def test_switched_off_it_goes_on_as_stock_does(
+async def test_switched_off_it_goes_on_as_stock_does(
     gpu_serve: Callable[..., GpuServer], tmp_path: Path, omlx: Omlx
 ) -> None:
     if omlx.native or takes_turns_itself(omlx):
@@ -222,42 +218,31 @@ def test_switched_off_it_goes_on_as_stock_does(
     server = gpu_serve(
         GPU_FAILS=str(fails), GPU_WHERE="work", OMLX_ADMISSION_EXIT_ON_GPU_LOCKOUT="0"
     )
-
-    async def scenario() -> None:
-        client = Client(server.url, timeout=30)
-        assert (await client.chat("a", tokens=4)).ok
-        fails.write_text(IGNORED)
-        # Stock may well try for ever: nobody waits for this answer.
-        chat = asyncio.create_task(client.chat("a", tokens=20))
-        for _ in range(300):
-            if "GPU fault SubmissionsIgnored" in server.log:
-                break
-            await asyncio.sleep(0.1)
-        status, _ = await client.get("/health")
-        assert status == 200
-        chat.cancel()
-
-    asyncio.run(scenario())
+    client = Client(server.url, timeout=30)
+    assert (await client.chat("a", tokens=4)).ok
+    fails.write_text(IGNORED)
+    # Stock may well try for ever: nobody waits for this answer.
+    chat = asyncio.create_task(client.chat("a", tokens=20))
+    await said(server, "GPU fault SubmissionsIgnored")
+    status, _ = await client.get("/health")
+    assert status == 200
+    chat.cancel()
 
 
-def test_the_same_text_in_a_prompt_changes_nothing(
+async def test_the_same_text_in_a_prompt_changes_nothing(
     gpu_serve: Callable[..., GpuServer],
 ) -> None:
     server = gpu_serve()
-
-    async def scenario() -> None:
-        client = Client(server.url)
-        for path, body in (
-            ("/v1/chat/completions", chat_body("a", IGNORED, 8)),
-            ("/v1/completions", {"model": "a", "prompt": IGNORED, "max_tokens": 8}),
-            ("/v1/embeddings", {"model": "e", "input": IGNORED}),
-            ("/v1/chat/completions", chat_body(IGNORED, IGNORED, 8)),
-            ("/v1/chat/completions", {**chat_body("a", "x", 8), "messages": IGNORED}),
-        ):
-            await client.post(path, body)
-        assert (await client.chat("a", tokens=8)).ok
-
-    asyncio.run(scenario())
+    client = Client(server.url)
+    for path, body in (
+        ("/v1/chat/completions", chat_body("a", IGNORED, 8)),
+        ("/v1/completions", {"model": "a", "prompt": IGNORED, "max_tokens": 8}),
+        ("/v1/embeddings", {"model": "e", "input": IGNORED}),
+        ("/v1/chat/completions", chat_body(IGNORED, IGNORED, 8)),
+        ("/v1/chat/completions", {**chat_body("a", "x", 8), "messages": IGNORED}),
+    ):
+        await client.post(path, body)
+    assert (await client.chat("a", tokens=8)).ok
     assert server._process is not None
     assert server._process.poll() is None
     assert "GPU fault" not in server.log

@@ -9,6 +9,8 @@ from pathlib import Path
 from omlx_admission.surfaces.demo.client import Client
 from standin.server import Server
 
+from .conftest import said
+
 Serve = Callable[..., Server]
 
 
@@ -19,18 +21,10 @@ async def test_f4_prefills_that_ask_for_memory_do_not_wait_for_a_load(
     loaded = tmp_path / "loaded"
     plan = {"evicting": ["d"], "hang": {"a": "thread"}, "hang_until": str(loaded)}
     server = serve(load_s=0.0, plan=plan)
-
-    async def until(condition: Callable[[], bool]) -> None:
-        for _ in range(1200):
-            if condition():
-                return
-            await asyncio.sleep(0.05)
-        raise AssertionError("what the test waits for never happened")
-
     client = Client(server.url, timeout=120)
     assert (await client.chat("d", tokens=2)).ok
     loading = asyncio.create_task(client.chat("a", tokens=2))
-    await until(lambda: "swapping to 'a'" in server.log)
+    await said(server, "swapping to 'a'")
     answers = await asyncio.gather(
         *(client.chat("d", tokens=8, stream=i % 2 == 0) for i in range(20))
     )

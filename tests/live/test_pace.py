@@ -75,16 +75,18 @@ async def test_c3_a_model_behind_a_long_queue_is_served_after_what_runs(
     after_the_gate: list[Answer] = []
     await client.chat("a")
     done: list[Answer] = []
+    begun = asyncio.Event()
 
     async def again_and_again() -> None:
         while True:
             answer = await client.chat("a", tokens=80 // slots)
             done.append(answer)
+            begun.set()
             if re.search(r"'a' drains for 'b'", server.log):
                 after_the_gate.append(answer)
 
     crowd = [asyncio.create_task(again_and_again()) for _ in range(clients)]
-    await asyncio.sleep(1.0)
+    await begun.wait()  # their queue is made
     for_b = await client.chat("b")
     before_b = [a for a in after_the_gate if a.ended < for_b.ended]
     for one in crowd:
@@ -120,7 +122,7 @@ async def test_c8_a_process_that_was_stopped_refuses_nobody_whose_model_comes(
     asked = [asyncio.create_task(client.chat("b", stream=i % 2 == 0)) for i in range(5)]
     await until(loading(client, "b"))
     os.kill(server.pid, signal.SIGSTOP)
-    await asyncio.sleep(9.0)
+    await asyncio.sleep(9.0)  # longer than the budget
     os.kill(server.pid, signal.SIGCONT)
     answers = await asyncio.gather(*asked)
     assert all(a.ok for a in answers), [a for a in answers if not a.ok]
@@ -136,12 +138,15 @@ async def test_c3_a_refused_waiter_is_served_when_it_returns(serve: Serve) -> No
     client = Client(server.url)
     await client.chat("a")
 
+    begun = asyncio.Event()
+
     async def again_and_again() -> None:
         while True:
             await client.chat("a", tokens=60)
+            begun.set()
 
     crowd = [asyncio.create_task(again_and_again()) for _ in range(6)]
-    await asyncio.sleep(0.5)
+    await begun.wait()
     first = await client.chat("b", headers={"X-OMLX-Max-Wait": "0.5"})
     await asyncio.sleep(int(first.headers["retry-after"]))
     second = await client.chat("b", headers={"X-OMLX-Max-Wait": "20"})

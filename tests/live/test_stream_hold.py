@@ -14,21 +14,12 @@ import pytest
 import standin
 from standin.server import Server
 
-from .conftest import Omlx
+from .conftest import Omlx, said
 from .streams import ROUTES, Door, Reading
 
 Serve = Callable[..., Server]
 
 CHAT = "/v1/chat/completions"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Look until ``condition`` holds, ten seconds at most."""
-    for _ in range(200):
-        if condition():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("it did not come to that")
 
 
 async def test_who_waits_long_gets_keepalives_and_then_the_same_stream(serve: Serve) -> None:
@@ -54,7 +45,7 @@ async def test_who_waits_long_gets_keepalives_and_then_the_same_stream(serve: Se
                 await reading.until_kept_alive(2)
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)
-            await until(lambda: "cancelled after" in server.log)
+            await said(server, "cancelled after")
             os.kill(server.pid, signal.SIGTERM)
             return [await task for _, task in held]
 
@@ -217,7 +208,7 @@ def test_stock_clients_come_back_after_a_status_and_see_no_error(
                     asyncio.create_task(read(call(**body, stream=True)))
                     for call, body in stock.calls
                 ]
-                await until(lambda: server.log.count("refused (model_swap_timeout)") >= 8)
+                await said(server, "refused (model_swap_timeout)", 8)
             return await asyncio.gather(*calls)
 
     answers = asyncio.run(scenario(Stock(server, {})))

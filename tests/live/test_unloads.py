@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from omlx_admission.surfaces.demo.client import LOCAL, Answer, Client
 from standin.server import Server
 
-from .conftest import SIZES, Omlx
+from .conftest import SIZES, Omlx, said
 from .streams import ROUTES
 from .test_main_job import LONG
 
@@ -403,7 +403,7 @@ def test_c22_now_acts_while_another_model_loads(
                 reading = group.create_task(cut.read())
                 await cut.begun.wait()
                 for_d = group.create_task(client.chat("d"))
-                await until(lambda: "swapping to 'd'" in server.log)
+                await said(server, "swapping to 'd'")
                 unload = await call(server, "POST", f"{door}?mode=now")
                 await reading
                 late = group.create_task(client.chat("a"))
@@ -416,13 +416,6 @@ def test_c22_now_acts_while_another_model_loads(
     cut.assert_is_an_error()
     assert for_d.ok, for_d
     assert late.ok, late
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Look until it holds; fails after a time that no machine takes."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - another process tells
-            await asyncio.sleep(0.05)
 
 
 @pytest.mark.usefixtures("real")
