@@ -148,6 +148,13 @@ class House:
         await until(lambda: f"load {model}" in self.events)
         return asked
 
+    async def held_unload(self, model: str) -> asyncio.Future[Any]:
+        """A teardown of ``model`` that has begun and ends by :meth:`let_unload`."""
+        self.hold_unloads = True
+        unload = asyncio.ensure_future(self.pool._unload_engine(model))
+        await until(lambda: f"unload {model}" in self.events)
+        return unload
+
     def entry(self, model: str) -> Any:
         return self.pool._entries[model]
 

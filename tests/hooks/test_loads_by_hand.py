@@ -43,9 +43,7 @@ async def test_c6_of_a_model_that_is_torn_down_it_loads_it_again(
     house: House, admin: bool
 ) -> None:
     await house.use("a")
-    house.hold_unloads = True
-    unloading = asyncio.create_task(house.pool._unload_engine("a"))
-    await until(lambda: "unload a" in house.events)
+    unloading = await house.held_unload("a")
     loaded = load(house, "a", admin)
     await settle()
     assert not loaded.done()

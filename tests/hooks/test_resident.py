@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from omlx_admission.core import faults
 from omlx_admission.hooks.pool import resident
 from omlx_admission.hooks.pool.state import state_of
 
@@ -31,8 +32,7 @@ async def test_b11_a_resident_is_handed_out_while_another_model_loads(house: Hou
         house.pool.get_engine("d", _lease=True).send(None)
     assert done.value.value is first
     assert house.entry("d").in_use == 2
-    await house.release("d")
-    await house.release("d")
+    await house.release("d", 2)
     assert house.pool._lock.locked()
     assert house.entry("d").in_use == 0
     await house.let_load("a")
@@ -42,11 +42,10 @@ async def test_b11_a_resident_is_handed_out_while_another_model_loads(house: Hou
 
 async def test_a_lease_is_taken_only_when_asked_for(house: House) -> None:
     await house.get("d", lease=False)
-    await house.get("d", lease=False)
-    assert house.entry("d").in_use == 0
     before = house.entry("d").last_access
     house.entry("d").last_access = 0.0
     await house.get("d", lease=False)
+    assert house.entry("d").in_use == 0
     assert house.entry("d").last_access >= before > 0
 
 
@@ -54,9 +53,7 @@ async def test_b08_a_request_during_an_unlocked_unload_gets_a_new_engine(house: 
     for _round in range(5):
         dying = await house.get("a")
         await house.release("a")
-        house.hold_unloads = True
-        unload = asyncio.ensure_future(house.pool._unload_engine("a"))
-        await until(lambda: "unload a" in house.events)
+        unload = await house.held_unload("a")
         request = await house.waits("a")
         await house.let_unload("a")
         await unload
@@ -70,15 +67,22 @@ async def test_b08_a_request_during_an_unlocked_unload_gets_a_new_engine(house: 
     assert house.pool._current_model_memory == 0
 
 
-async def test_a_second_unload_joins_the_first(house: House) -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_f1_a_second_unload_joins_the_first_and_may_be_cancelled(
+    house: House, cancelled: bool
+) -> None:
     engine = await house.get("a", lease=False)
-    house.hold_unloads = True
-    first = asyncio.ensure_future(house.pool._unload_engine("a"))
-    await until(lambda: "unload a" in house.events)
+    first = await house.held_unload("a")
     second = asyncio.ensure_future(house.pool._unload_engine("a"))
     await settle()
+    assert not second.done()
+    if cancelled:
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        assert "a" in state_of(house.pool).unloading
     await house.let_unload("a")
-    await asyncio.gather(first, second)
+    await asyncio.gather(first, second, return_exceptions=cancelled)
     assert engine.stop.await_count == 1
     assert house.pool._current_model_memory == 0
 
@@ -86,9 +90,7 @@ async def test_a_second_unload_joins_the_first(house: House) -> None:
 async def test_f1_a_cancel_waits_for_the_end_of_the_teardown(house: House) -> None:
     """Cancelled half-way it would leave a stopped engine to be handed out."""
     dying = await house.get("a", lease=False)
-    house.hold_unloads = True
-    unload = asyncio.ensure_future(house.pool._unload_engine("a"))
-    await until(lambda: "unload a" in house.events)
+    unload = await house.held_unload("a")
     for _ in range(2):
         unload.cancel()
         await settle()
@@ -124,22 +126,6 @@ async def test_f1_a_cancel_after_the_engine_has_gone_leaves_no_bytes(
     house.assert_idle()
 
 
-async def test_f1_who_joins_a_teardown_may_be_cancelled(house: House) -> None:
-    await house.get("a", lease=False)
-    house.hold_unloads = True
-    first = asyncio.ensure_future(house.pool._unload_engine("a"))
-    await until(lambda: "unload a" in house.events)
-    second = asyncio.ensure_future(house.pool._unload_engine("a"))
-    await settle()
-    second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second
-    assert "a" in state_of(house.pool).unloading
-    await house.let_unload("a")
-    await first
-    assert house.pool._current_model_memory == 0
-
-
 async def test_a_release_obeys_a_mark_that_is_not_ours(house: House) -> None:
     """Stock unloads a model that the enforcer marked when its last lease drops."""
     await house.get("a")
@@ -167,9 +153,7 @@ async def test_what_stock_would_not_hand_out_at_once_goes_the_stock_way(
     else:
         entry.pending_unload_reason = "somebody else's"
     await house.pool._lock.acquire()
-    request = await house.waits("d")
-    # It waits for the lock, as stock does.
-    assert not request.done()
+    request = await house.waits("d")  # for the lock, as stock does
     request.cancel()
     house.pool._lock.release()
 
@@ -177,9 +161,6 @@ async def test_what_stock_would_not_hand_out_at_once_goes_the_stock_way(
 async def test_a_fault_of_ours_lets_stock_answer(
     house: House, mocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from omlx_admission.core import faults
-    from omlx_admission.hooks.pool import resident
-
     engine = await house.get("d", lease=False)
     faults._noted.clear()
     mocker.patch.object(resident, "checked_engine", side_effect=ZeroDivisionError)
