@@ -14,27 +14,20 @@ class Row:
         what: the figure with its unit.
         values: column name to text; a missing column stays empty.
         on: what it was measured on.
-        aim: the limit that our own value has to keep, in words; empty where there is none.
-        kept: whether it does; None where there is no limit.
     """
 
     what: str
     values: dict[str, str]
     on: str
-    aim: str = ""
-    kept: bool | None = None
 
 
 def render(rows: Sequence[Row]) -> str:
     """The table as text, one line a row."""
     columns = list(dict.fromkeys(name for row in rows for name in row.values))
-    head = ["", *columns, "aim", "measured on"]
-    lines = [head]
+    lines = [["", *columns, "measured on"]]
     for row in rows:
-        verdict = {None: "", True: " (kept)", False: " (MISSED)"}[row.kept]
-        values = [row.values.get(name, "") for name in columns]
-        lines.append([row.what, *values, row.aim + verdict, row.on])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        lines.append([row.what, *(row.values.get(name, "") for name in columns), row.on])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]

@@ -2,17 +2,11 @@
 
 :func:`run` plays one seed and returns how many events it took; it raises
 :class:`~benchmarks.simulation.world.Broken` at the first violation of the contract.
-``python -m benchmarks.simulation.chaos --seeds 10000`` plays many; a violation
-names its seed, and ``--seed N`` replays it.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.simulation.sim_types import Broken, Mark, Request
@@ -170,7 +164,16 @@ class Chaos:
             self._disturb()
         if r.random() < 0.3:
             self.sim.at(self.sim.now + r.expovariate(2), self.world.probe)
+        self._check_estimates()
         self.sim.at(self.sim.now + r.choice([0.0, r.expovariate(1), 5.0]), self._arrive)
+
+    def _check_estimates(self) -> None:
+        view = self.world.view(self.policy.targets)
+        for target in self.policy.targets:
+            size = self.sim.specs[target.model].size
+            seconds = self.policy.estimate(target, size, view, self.sim.now)
+            if not 0 <= seconds < 2e9:
+                raise Broken(f"{target} is expected in {seconds} s")
 
     def _come_back(self, request: Request) -> None:
         if not self._stop and request.outcome is not Outcome.SHUT_DOWN:
@@ -198,30 +201,3 @@ class Chaos:
 def run(seed: int, events: int = 100) -> int:
     """Play one seed; see the module's text."""
     return Chaos(seed).play(events)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; see the module's text."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation.chaos")
-    parser.add_argument("--seeds", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--events", type=int, default=100, help="events a seed before its end")
-    parser.add_argument("--seed", type=int, help="replay this one")
-    options = parser.parse_args(argv)
-    seeds = range(options.first, options.first + options.seeds)
-    if options.seed is not None:
-        seeds = range(options.seed, options.seed + 1)
-    started, total = time.perf_counter(), 0
-    for seed in seeds:
-        try:
-            total += run(seed, options.events)
-        except Exception:
-            print(f"seed {seed}, --events {options.events}", file=sys.stderr)
-            raise
-    seconds = time.perf_counter() - started
-    print(f"{total} events over {len(seeds)} seeds in {seconds:.1f} s: no violation")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

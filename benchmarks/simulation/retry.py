@@ -116,10 +116,7 @@ class Experiment:
 #: Traces of the experiment: arrivals per second and model.
 LOADS: dict[str, dict[str, float]] = {
     "hot and cold": {"H": 0.4, "C": 0.02, "D": 0.02},
-    "hotter and cold": {"H": 0.8, "C": 0.01},
-    "three balanced": {"A": 0.05, "B": 0.05, "C": 0.05},
     "three, overloaded": {"A": 0.2, "B": 0.2, "C": 0.2},
-    "two, loaded": {"A": 0.3, "B": 0.3},
 }
 
 

@@ -1,4 +1,4 @@
-"""The traces of the comparison, in virtual time: what arrives, and what came of it.
+"""Traces in virtual time: what arrives, and what came of it.
 
 Services of text requests are lognormal, cut at 60 s; a swap takes S seconds, of
 which 0.5 are the unload, and memory holds one model (or, where said, two).
@@ -42,16 +42,6 @@ class Result:
     def worst(self) -> float:
         """The longest wait."""
         return max(self.waits, default=0.0)
-
-    @property
-    def mean(self) -> float:
-        """The mean wait."""
-        return sum(self.waits) / max(1, len(self.waits))
-
-    def quantile(self, q: float) -> float:
-        """The wait that a share ``q`` of the requests does not exceed."""
-        ordered = sorted(self.waits)
-        return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
 
 
 def make(

@@ -2,8 +2,8 @@
 
 The world holds the state of the models and of the requests, asks the policy
 what to do and carries it out. It does not know durations: whoever drives it (the
-simulator in virtual time, or a state machine at random) says when a load or an
-unload ends. After each event the whole contract K1 to K8 is looked at.
+simulator in virtual time, or a test step by step) says when a load or an unload ends.
+After each event the whole contract K1 to K8 is looked at.
 """
 
 from __future__ import annotations

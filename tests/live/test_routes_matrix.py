@@ -7,11 +7,13 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import standin
 from benchmarks.routes_matrix.outcomes import OUTCOMES
 from benchmarks.routes_matrix.routes import KEY, ROUTES, make_models
 from benchmarks.routes_matrix.table import problems
@@ -278,6 +280,26 @@ def stock_client(package: Any, here: House) -> Iterator[Call]:
 
     with client:
         yield call
+
+
+def test_what_is_uploaded_is_asked_for_and_the_best_document_comes_first(house: Open) -> None:
+    here = house()
+
+    async def scenario() -> tuple[list[Reply], Reply]:
+        uploads = [replace(route, form=False) for route in ROUTES if route.form]
+        without = [await here.ask(route, route.kind) for route in uploads]
+        rerank = next(route for route in ROUTES if route.kind == "rerank")
+        body = {"query": "cats", "documents": ["dogs", "cats", "x"], "top_n": 2}
+        return without, await here.ask(replace(rerank, body=body), "rerank")
+
+    without, ranked = asyncio.run(scenario())
+    assert [reply.status for reply in without] == [422, 422]
+    best, second = json.loads(ranked.body)["results"]
+    assert best["relevance_score"] >= second["relevance_score"]
+    assert {best["index"], second["index"]} < {0, 1, 2}
+    if here.server.source == standin.PATH:  # whose scores say how much two texts share
+        assert best["index"] == 1
+        assert best["relevance_score"] == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["short queue", "plain"])

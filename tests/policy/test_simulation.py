@@ -1,8 +1,4 @@
-"""The policy in virtual time: faults at random, bounds, and few swaps.
-
-A short profile of what ``python -m benchmarks.compare`` and ``python -m
-benchmarks.simulation.chaos`` run at full length; the limits are the same.
-"""
+"""The policy in virtual time: faults at random, bounds, and few swaps."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import pytest
 
 from benchmarks.simulation import chaos
 from benchmarks.simulation.optimum import fewest_swaps
-from benchmarks.simulation.policies import POLICIES
 from benchmarks.simulation.retry import expired, full_queue
 from benchmarks.simulation.sim_types import Broken
 from benchmarks.simulation.traces import (
@@ -25,11 +20,17 @@ from benchmarks.simulation.traces import (
     serial_s,
 )
 from omlx_admission.core.policy.admission import AdmissionPolicy
+from omlx_admission.core.policy.estimates import Dials
 
 pytestmark = pytest.mark.slow
 
-ours = POLICIES["ours"]
-exhaustive = POLICIES["exhaustive"]
+ours = AdmissionPolicy
+
+
+def exhaustive() -> AdmissionPolicy:
+    """The rule of Ollama, llama-swap and the llama.cpp router: the loaded model serves
+    until it is idle."""
+    return AdmissionPolicy(Dials(max_age=1e12, linger=0.0, budget=1e12))
 
 
 class TestChaos:
