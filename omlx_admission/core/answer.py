@@ -25,13 +25,16 @@ class AnswerMiddleware(RequestMiddleware):
         async def answered(message: Message) -> None:
             if cut.refusal is not None:
                 return
-            if hold is not None:
-                if hold.began:
-                    await hold.forward(message, request.refusal)
-                    return
-                if message["type"] == "http.response.start":
+            if hold is not None and hold.began:
+                await hold.forward(message, request.refusal)
+                return
+            if message["type"] == "http.response.start":
+                if hold is not None:
                     hold.wait_ended()
-            await mapped(message)
+                await mapped(message)
+            elif not request.replaced:
+                # A stream has very many parts: no layer more for each.
+                await send(message)
 
         answer = cut.run(self.app(scope, request.receive, answered))
         if hold is None:

@@ -87,6 +87,8 @@ class Request:
         self.task: asyncio.Task[Any] | None = None
         self.max_wait, self.header_problem = _max_wait(scope)
         self.refusal: Refusal | None = None
+        #: The refusal went out, and nothing of what the application answers does.
+        self.replaced = False
         self.ended = False
         #: How its answer is ended from outside, and how its stream is kept alive while it
         #: waits, where its middleware can do that.
@@ -252,16 +254,14 @@ class RequestMiddleware:
 
     def mapping(self, request: Request, scope: Scope, send: Send) -> Send:
         """``send`` that replaces an error by the refusal that caused it."""
-        replaced = False
 
         async def send_or_replace(message: Message) -> None:
-            nonlocal replaced
-            if replaced:
+            if request.replaced:
                 return
             if message["type"] == "http.response.start":
                 refusal = request.refusal
                 if refusal is not None and message["status"] >= 400:
-                    replaced = True
+                    request.replaced = True
                     await respond(refusal, request.path, scope, send)
                     return
                 if message["status"] < 400:
