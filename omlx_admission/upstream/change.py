@@ -44,6 +44,8 @@ class Change:
             makes untrue, and what edits it; left out where it is not there.
         modules: path below ``omlx/`` of a file to add, and what makes its text. A
             file that an earlier change has added is left as it is.
+        copied_tests: path below ``tests/`` of a test of ours, or of what such a test stands
+            on, and what makes its text; added and left as ``modules`` are.
         after: changes that this one stands on, applied first where they are missing.
         native: names that are there once the change is in, besides those of ``features``.
         folder: where card, edit and tests lie; set by the register.
@@ -58,6 +60,7 @@ class Change:
     modules: Mapping[str, Make] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
     test_edits: Mapping[str, Edit] = field(default_factory=dict)
+    copied_tests: Mapping[str, Make] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     native: tuple[Need, ...] = ()
     folder: Path = Path()

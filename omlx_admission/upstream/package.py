@@ -46,6 +46,32 @@ def added(folder: Path, to: str) -> dict[str, Make]:
     return {f"{to}/{path.name}": _copy(path) for path in sorted(folder.glob("*.py"))}
 
 
+#: What our tests import, to what it is there.
+_THERE = {"omlx_admission.core": "omlx.admission", "from benchmarks.simulation.": "from ."}
+
+
+def tests(*paths: str) -> dict[str, Make]:
+    """Tests of ours, and what they stand on, for ``tests/admission/``.
+
+    As they are but for the names of the packages. Paths are those in a checkout.
+    """
+    made: dict[str, Make] = {"admission/__init__.py": lambda: LICENSE}
+    return made | {f"admission/{Path(path).name}": _renamed(path) for path in paths}
+
+
+def _renamed(path: str) -> Make:
+    def make() -> str:
+        # In a wheel they lie inside.
+        inside = _ROOT / "_patches" / "_copied" / path
+        place = inside if inside.is_file() else _ROOT.parent / path
+        text = LICENSE + place.read_text("utf-8")
+        for ours, theirs in _THERE.items():
+            text = text.replace(ours, theirs)
+        return text
+
+    return make
+
+
 def _copy(path: Path) -> Make:
     return lambda: LICENSE + path.read_text("utf-8")
 

@@ -145,8 +145,9 @@ def _step(tree: Tree, change: Change) -> Step:
     if is_in(tree, change):
         return Step(change, already=True)
     files: dict[str, bytes] = {}
-    for path, make in change.modules.items():
-        whole = f"{PACKAGE}/{path}"
+    added = [(f"{PACKAGE}/{path}", make) for path, make in change.modules.items()]
+    added += [(f"{TESTS}/{path}", make) for path, make in change.copied_tests.items()]
+    for whole, make in added:
         if tree.read(whole) is None:
             files[whole] = make().encode()
     new = set(files)

@@ -31,4 +31,11 @@ them out and waits. It talks to the pool by a port, and nothing calls it yet.
         "load_work",
         "variables",
     ),
+    copied_tests=package.tests(
+        "benchmarks/simulation/contract.py",
+        "benchmarks/simulation/sim_types.py",
+        "benchmarks/simulation/world.py",
+        "tests/policy/test_admission.py",
+        "tests/policy/test_cancel_windows.py",
+    ),
 )

@@ -63,4 +63,5 @@ an HTTPException are kept.
         **package.copied("admission", "request", "pool.errors"),
         **package.added(Path(__file__).parent / "new", "admission"),
     },
+    copied_tests=package.tests("tests/runtime/test_request.py"),
 )

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import uvicorn
-from hypothesis import given
-from hypothesis import strategies as st
 from starlette.middleware.cors import CORSMiddleware
 
 from omlx_admission.core import request as requests
-from omlx_admission.core.refusal import LONGEST_RETRY_S, Refusal, retry_after
+from omlx_admission.core.refusal import Refusal
 
 BUSY = Refusal(503, "model_busy", "'a' is in use", 7)
 NEVER = Refusal(507, "model_too_large", "too large")
@@ -424,11 +422,3 @@ def test_other_connections_pass(kind: str) -> None:
     exchange.scope["type"] = kind
     asyncio.run(exchange.run())
     assert seen == [(kind, kind == "websocket")]
-
-
-@given(st.floats(min_value=0, max_value=1e9))
-def test_retry_after_is_whole_bounded_and_never_early(seconds: float) -> None:
-    value = retry_after(seconds)
-    assert isinstance(value, int)
-    assert 1 <= value <= LONGEST_RETRY_S
-    assert value >= min(seconds, LONGEST_RETRY_S)
