@@ -15,7 +15,7 @@ import pytest
 
 import standin
 from benchmarks.routes_matrix.outcomes import OUTCOMES
-from benchmarks.routes_matrix.routes import KEY, ROUTES, make_models
+from benchmarks.routes_matrix.routes import KEY, ROUTES, Reply, make_models
 from benchmarks.routes_matrix.table import problems
 from omlx_admission.surfaces.demo.client import Answer
 from standin import tinymodels
