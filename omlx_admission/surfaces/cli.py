@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "top": (
         "omlx_admission.surfaces.top",
-        "follow a running server: who is loaded, who waits and why",
+        "follow a running server: loaded models, waiting requests and why they wait",
     ),
     "report": (
         "omlx_admission.surfaces.report",

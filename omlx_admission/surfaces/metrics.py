@@ -220,7 +220,9 @@ def _gpu(observer: Observer) -> Iterator[Metric]:
     turn = sections.get("gpu_turn")
     if turn is not None and turn["on"]:
         yield GaugeMetricFamily(
-            _PREFIX + "gpu_turn_waiting", "Who waits for the turn.", value=len(turn["waiting"])
+            _PREFIX + "gpu_turn_waiting",
+            "Engines that wait for the turn.",
+            value=len(turn["waiting"]),
         )
         yield CounterMetricFamily(
             _PREFIX + "gpu_turn_timeouts",

@@ -1,4 +1,4 @@
-"""The queue as the status document shows it: who waits, where, why, how long still."""
+"""The queue as the status document shows it: requests that wait, where, why, how long still."""
 
 from __future__ import annotations
 

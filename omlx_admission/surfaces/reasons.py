@@ -42,7 +42,7 @@ def reason(
     now: float,
     ahead: Target | None,
 ) -> tuple[str, str]:
-    """Code and sentence for those who wait for ``target``; ``ahead`` is served before it."""
+    """Code and sentence for requests that wait for ``target``; ``ahead`` is served first."""
     for swap in (policy.swap, policy.concurrent_load):
         if swap is not None and swap.target == target:
             return _own(swap, view)

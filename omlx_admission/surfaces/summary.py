@@ -7,7 +7,7 @@ from typing import Any
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """What a person wants to know first: what is being swapped, and who waits for what."""
+    """What a person wants to know first: what is being swapped, and what requests wait for."""
     swap, beside = document["swap"], document["beside"]
     parts = []
     if swap is not None:
@@ -30,8 +30,8 @@ def summary(document: Mapping[str, Any]) -> str:
         return " ".join(parts)
     loaded = [m["model"] for m in document["models"] if m["state"] == "resident"]
     if not loaded:
-        return "Nobody waits. No model is loaded."
-    return f"Nobody waits. {listed(loaded)} {'is' if len(loaded) == 1 else 'are'} loaded."
+        return "No request waits. No model is loaded."
+    return f"No request waits. {listed(loaded)} {'is' if len(loaded) == 1 else 'are'} loaded."
 
 
 def _swap(swap: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> str:
@@ -45,9 +45,9 @@ def _swap(swap: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> str:
             f"about {estimate} expected.{waiting}"
         )
     running = sum(m["leases"] for m in models if m["model"] in swap["victims"])
-    who = listed(swap["victims"]) or "another model"
+    leaving = listed(swap["victims"]) or "another model"
     return (
-        f"Making room for {target}: {who} finishes {running} running "
+        f"Making room for {target}: {leaving} finishes {running} running "
         f"request{'' if running == 1 else 's'}, {seconds(swap['seconds'])} so far; then "
         f"{target} loads in about {estimate}.{waiting}"
     )

@@ -171,7 +171,7 @@ def _lines(document: Document, url: str, key: str | None, interval: float) -> in
 def _next(
     document: Document, url: str, key: str | None, interval: float
 ) -> tuple[Document, str | None]:
-    """The next look; the old document and what is wrong where nobody answers."""
+    """The next look; the old document and what is wrong where no server answers."""
     time.sleep(interval)
     try:
         return fetch(url, key), None
@@ -299,7 +299,7 @@ def screen(document: Document, problem: str | None) -> RenderableType:
         if queue["waiting"] > 20:
             parts.append(Text(f"and {queue['waiting'] - 20} more"))
     else:
-        parts.append(Text("Nobody waits."))
+        parts.append(Text("No request waits."))
     parts += [Text(""), Text(f"GPU turn: {_turn(document)}")]
     for refusal in document["refusals"][:3]:
         text = f"refused {_clock(refusal['at'])} {refusal['code']}: {refusal['text']}"

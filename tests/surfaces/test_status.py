@@ -247,7 +247,7 @@ def test_before_there_is_a_pool() -> None:
     document = status.build(Facts(omlx="0.6.3"), observer)
     VALIDATOR.validate(json.loads(json.dumps(document)))
     assert document["models"] == []
-    assert document["summary"] == "Nobody waits. No model is loaded."
+    assert document["summary"] == "No request waits. No model is loaded."
 
 
 # -- reasons --------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_the_summary_names_who_else_waits_and_loads() -> None:
     only_resident = Sample()
     only_resident.resident("a")
     only_resident.resident("d")
-    assert shown(only_resident)["summary"] == "Nobody waits. a and d are loaded."
+    assert shown(only_resident)["summary"] == "No request waits. a and d are loaded."
     busy = Sample(max_age=30.0)
     busy.resident("a", busy=True)
     busy.wait("b")

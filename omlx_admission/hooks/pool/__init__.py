@@ -1,1 +1,1 @@
-"""The pool and its engines: who is handed what, and what may leave."""
+"""The pool and its engines: which request is handed what, and what may leave."""

@@ -64,7 +64,7 @@ def is_phantom(engine: Any) -> bool:
     except Exception:  # noqa: BLE001 - an engine of which nothing is known is believed
         return False
     logger.warning(
-        "admission: %s calls itself active, but nothing of it runs, and nobody holds it: "
+        "admission: %s calls itself active, but nothing of it runs, and no request holds it: "
         "it counts as idle",
         type(engine).__name__,
     )

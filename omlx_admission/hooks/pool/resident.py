@@ -33,7 +33,7 @@ GET_ENGINE = Need(
     ("model_id", "force_lm=False", "_lease=False", "runtime_settings=None"),
     exact=True,
 )
-#: What else it may come to take is passed on by all who wrap it.
+#: What else it may come to take is passed on by all that wrap it.
 UNLOAD = Need(POOL, "EnginePool._unload_engine", Kind.ASYNC, ("model_id",), returns=("None",))
 RELEASE = (
     Need(

@@ -26,7 +26,7 @@ def register(observer: Observer) -> None:
 
 
 def turn_section() -> dict[str, Any]:
-    """Who has the turn, who waits for it, and where it is held at all."""
+    """The engine that has the turn, those that wait for it, and where it is held at all."""
     # Imported here: it imports the register, which imports this.
     from omlx_admission.hooks import install
 

@@ -1,7 +1,7 @@
 """``omlx-admission demo``: the reported failures replayed, stock beside patched.
 
 Two servers run one after the other on the same tiny models. What is shown is
-what a client saw; the picture adds who was in memory meanwhile.
+what a client saw; the picture adds which model was in memory meanwhile.
 """
 
 from __future__ import annotations

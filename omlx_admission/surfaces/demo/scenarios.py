@@ -198,7 +198,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "cold",
         "Memory for one: B loads in A's place, A is asked for meanwhile",
-        "B is served, then A comes back and is served; nobody is refused",
+        "B is served, then A comes back and is served; neither is refused",
         (A, B),
         _play_cold,
         _check_cold,

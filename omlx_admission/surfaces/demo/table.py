@@ -60,10 +60,10 @@ def _row(label: str, *values: str) -> str:
     return f"{label:<{_LABEL}}{rest}".rstrip()
 
 
-def _remark(who: str, texts: Sequence[str]) -> Iterator[str]:
+def _remark(side: str, texts: Sequence[str]) -> Iterator[str]:
     for text in texts:
         yield from textwrap.wrap(
-            f"{who + ':':<9}{text}",
+            f"{side + ':':<9}{text}",
             WIDTH,
             initial_indent="  ",
             subsequent_indent=" " * 11,

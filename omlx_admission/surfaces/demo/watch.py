@@ -1,4 +1,4 @@
-"""Who is loaded and who is loading, asked of the server every few hundredths of a second."""
+"""Which model is loaded or loading, asked of the server every few hundredths of a second."""
 
 from __future__ import annotations
 
