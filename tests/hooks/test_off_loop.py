@@ -58,13 +58,14 @@ class Bench:
             core.scheduler.shutdown = flush
         return engine
 
-    async def stopping(self, kind: Any = None, name: str = "a") -> tuple[Any, Gate, Any]:
-        """An engine that is being stopped, the gate at which it stands, and the stop."""
+    async def stopping(self, kind: Any = None, name: str = "a") -> tuple[Any, Any, Gate, Any]:
+        """An engine that is being stopped, its handle, the gate where it stands, the stop."""
         flush = Gate()
         engine = self.engine(kind, name, flush)
+        handle = engine._engine
         stop = task(engine.stop())
         await flush.until_reached()
-        return engine, flush, stop
+        return engine, handle, flush, stop
 
 
 @pytest.fixture(params=["batched:BatchedEngine", "vlm:VLMBatchedEngine"])
@@ -90,8 +91,8 @@ def ours(kind: type) -> set[str]:
 
 
 async def test_the_loop_goes_on_while_a_core_is_closed(bench: Bench, kind: Any) -> None:
-    engine, flush, stopping = await bench.stopping(kind)
-    core = engine._engine.engine
+    engine, handle, flush, stopping = await bench.stopping(kind)
+    core = handle.engine
     await settle()
     assert not stopping.done()
     flush.open()
@@ -104,8 +105,8 @@ async def test_the_loop_goes_on_while_a_core_is_closed(bench: Bench, kind: Any) 
 
 
 async def test_a_cancel_waits_for_the_end_of_the_teardown(bench: Bench, kind: Any) -> None:
-    engine, flush, stopping = await bench.stopping(kind)
-    core = engine._engine.engine
+    engine, handle, flush, stopping = await bench.stopping(kind)
+    core = handle.engine
     for _ in range(2):
         stopping.cancel()
         await settle()
@@ -118,7 +119,7 @@ async def test_a_cancel_waits_for_the_end_of_the_teardown(bench: Bench, kind: An
 
 
 async def test_a_second_stop_waits_for_the_first(bench: Bench, kind: Any) -> None:
-    engine, flush, first = await bench.stopping(kind)
+    engine, _, flush, first = await bench.stopping(kind)
     second = task(engine.stop())
     await settle()
     assert not second.done()
@@ -129,8 +130,8 @@ async def test_a_second_stop_waits_for_the_first(bench: Bench, kind: Any) -> Non
 
 async def test_a_start_waits_for_the_stop(bench: Bench, kind: Any) -> None:
     """Whoever still holds the engine finds it stopped and starts it: after, not amid."""
-    engine, flush, stopping = await bench.stopping(kind)
-    core = engine._engine.engine
+    engine, handle, flush, stopping = await bench.stopping(kind)
+    core = handle.engine
     assert engine._loaded is False
     started: list[bool] = []
 
@@ -170,8 +171,7 @@ async def test_f1_a_start_that_is_cancelled_leaves_no_loop_behind(
 
 
 async def test_nothing_is_queued_at_a_core_that_closes(bench: Bench) -> None:
-    engine, flush, stopping = await bench.stopping(None, "late")
-    handle = engine._engine
+    _, handle, flush, stopping = await bench.stopping(None, "late")
     with pytest.raises(off_loop.EngineClosing, match="'late' was unloaded"):
         await handle.add_request(prompt=[1, 2])
     flush.open()
