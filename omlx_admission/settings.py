@@ -37,6 +37,7 @@ class Settings(Config):
     serialize_engine_gpu: bool = False
     exposure: bool = True
     exit_on_gpu_lockout: bool = True
+    exit_on_gpu_stuck: bool = False
     gpu_stuck_s: float = 60.0
     #: Not a variable: oMLX's settings file has ``scheduler.serialize_engine_gpu``.
     keep_gpu_setting: bool = False
@@ -112,8 +113,8 @@ VARIABLES: tuple[Variable, ...] = (
         "gpu_stuck_s",
         seconds,
         SECONDS,
-        "a GPU turn held longer than this while others wait is reported with its stack "
-        "(0: never); after ten times this, at least 300 s, a waiter gives up",
+        "a GPU turn that others wait for longer than this is reported with its stack (0: "
+        "never); after ten times this, at least 300 s (with 0: 600 s), a waiter gives up",
     ),
     Variable(
         "OMLX_ADMISSION_EXPOSURE",
@@ -130,6 +131,14 @@ VARIABLES: tuple[Variable, ...] = (
         SWITCH,
         "end a process whose GPU submissions the driver ignores, so that its supervisor "
         "starts it again",
+    ),
+    Variable(
+        "OMLX_ADMISSION_EXIT_ON_GPU_STUCK",
+        "exit_on_gpu_stuck",
+        switch,
+        SWITCH,
+        "end a process where a waiter has given up on a GPU turn that was never handed over "
+        "while it waited, so that its supervisor starts it again",
     ),
     Variable(
         "OMLX_ADMISSION_STREAM_HOLD_S",

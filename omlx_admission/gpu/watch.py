@@ -154,12 +154,12 @@ class Watch:
             return None
         self._note(fault, str(error), engine)
         if fault is GpuFault.SUBMISSIONS_IGNORED and self.exit is not None:
-            self._end_ledger()
+            self.end_ledger()
             self.exit(f"the GPU driver ignores this process's submissions ({error})")
         return fault
 
     @_raises_nothing
-    def _end_ledger(self) -> None:
+    def end_ledger(self) -> None:
         """The process ends now, and why is in the ledger."""
         if self.recorder is not None:
             self.recorder.close()

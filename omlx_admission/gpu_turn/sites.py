@@ -13,7 +13,6 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -82,9 +81,20 @@ DFLASH = Site(
 )
 
 
+#: The ids of models by the path of their files, as far as their pool has told them.
+models: dict[str, str] = {}
+
+
 def short(name: str) -> str:
-    """A model's name as it is shown: the last part of its path."""
-    return os.path.basename(name.rstrip("/")) or name
+    """A model's name as it is shown: its id, else what its path says: the last part, or the
+    repository where that part is the hash of a snapshot in a download cache."""
+    known = models.get(name)
+    if known is not None:
+        return known
+    parts = name.rstrip("/").split("/")
+    if len(parts) > 2 and parts[-2] == "snapshots":
+        return parts[-3].removeprefix("models--")
+    return parts[-1] or name
 
 
 # --- engines with a scheduler ---------------------------------------------------------

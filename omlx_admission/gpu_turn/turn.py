@@ -47,6 +47,9 @@ class Listener:
     def failed(self, error: BaseException, name: str) -> None:
         """The work of ``name``, or its drain, raised ``error``."""
 
+    def stuck(self, text: str) -> None:
+        """A waiter has given up on a turn that was never handed over while it waited."""
+
     def broken(self, error: BaseException) -> None:
         """The turn itself failed: the work runs without it."""
         logger.error("GPU turn: failed, work goes on without it", exc_info=error)
@@ -146,7 +149,10 @@ class Snapshot:
     waiting: tuple[tuple[str, str, float], ...]
     """Name, site and seconds waited, first come first."""
     stuck: str | None
-    """The holder's stack, where it holds the turn longer than the limit."""
+    """The holder's stack, where others wait for this turn longer than the limit."""
+    stood_s: float = 0.0
+    """For how long others have waited for this very turn. Work that hands over now and then
+    goes on, however long it is, and holding a turn that is wanted by none harms none."""
     totals: dict[str, Totals] = field(default_factory=dict)
     recent: tuple[Span, ...] = ()
     abandoned: int = 0
@@ -239,6 +245,7 @@ class GpuTurn:
         with self._mutex:
             holder = self._queue.holder
             held_s = now - holder.start if holder is not None else 0.0
+            stood_s = self._stood(now)
             return Snapshot(
                 holder=holder.name if holder is not None else None,
                 site=holder.site if holder is not None else None,
@@ -246,9 +253,10 @@ class GpuTurn:
                 waiting=tuple((t.name, t.site, now - t.asked) for t in self._queue.waiting),
                 stuck=(
                     _stack_of(holder.thread)
-                    if holder is not None and held_s > self.stuck_s
+                    if holder is not None and stood_s > self.stuck_s
                     else None
                 ),
+                stood_s=stood_s,
                 totals={name: Totals(**vars(total)) for name, total in self._totals.items()},
                 recent=tuple(self._recent),
                 abandoned=self._abandoned,
@@ -371,10 +379,10 @@ class GpuTurn:
                 self._lost += 1
                 self._pass_on(holder)
                 lost, held_s = True, now - holder.start
-            elif now - holder.start > self.stuck_s and not holder.reported:
+            elif self._stood(now) > self.stuck_s and not holder.reported:
                 holder.reported = True
                 self._stuck_reports += 1
-                lost, held_s = False, now - holder.start
+                lost, held_s = False, self._stood(now)
             else:
                 return
         if lost:
@@ -395,15 +403,32 @@ class GpuTurn:
             _stack_of(holder.thread),
         )
 
+    def _stood(self, now: float) -> float:
+        """Mutex held: see `Snapshot.stood_s`."""
+        holder, first = self._queue.holder, next(self._queue.waiting, None)
+        if holder is None or first is None:
+            return 0.0
+        return now - max(holder.start, first.asked)
+
     def _timeout(self, ticket: _Ticket, limit_s: float) -> TurnTimeout:
         with self._mutex:
             self._timeouts += 1
             holder = self._queue.holder
             who = f"'{holder.name}' ({holder.site})" if holder is not None else "nobody"
-        return TurnTimeout(
+            # Work that may go on without the turn waits less, and is no measure.
+            stood = (
+                holder is not None and holder.start <= ticket.asked and limit_s >= self.limit_s
+            )
+        text = (
             f"'{ticket.name}' waited {limit_s:.0f} s for its turn on the GPU, which {who} "
             "holds; the request was given up"
         )
+        if stood:
+            try:
+                self.listener.stuck(text)
+            except Exception:
+                logger.exception("GPU turn: telling of a stuck turn failed")
+        return TurnTimeout(text)
 
     def _count_abandoned(self) -> None:
         with self._mutex:

@@ -8,6 +8,7 @@ from typing import Any
 
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu import names as gpu_names
 from omlx_admission.hooks.gpu import setting as gpu_setting
 from omlx_admission.hooks.gpu import turn as gpu_turn
 from omlx_admission.hooks.gpu import watch as gpu_watch
@@ -172,6 +173,7 @@ GPU_TURN = Feature(
         gpu_jobs.EXECUTOR,
         gpu_jobs.EXECUTOR_VALUE,
         *gpu_jobs.MODEL_NEEDS,
+        *gpu_names.NEEDS,
     ),
     gpu_setting.NATIVE,
 )
@@ -193,6 +195,15 @@ GPU_LOCKOUT = Feature(
     gpu_watch.LOCKOUT_NATIVE,
 )
 
+GPU_STUCK_EXIT = Feature(
+    "gpu_stuck_exit",
+    "OMLX_ADMISSION_EXIT_ON_GPU_STUCK",
+    "exit_on_gpu_stuck",
+    "ends a process whose GPU turn is stuck (exit status 70)",
+    gpu_turn.EXIT_NEEDS,
+    requires_any=(GPU_TURN,),
+)
+
 FEATURES: tuple[Feature, ...] = (
     RESIDENT,
     QUEUE,
@@ -210,6 +221,7 @@ FEATURES: tuple[Feature, ...] = (
     GPU_TURN,
     EXPOSURE,
     GPU_LOCKOUT,
+    GPU_STUCK_EXIT,
 )
 
 
@@ -249,9 +261,11 @@ PARTS: tuple[Part, ...] = (
     *_of(PROMPT_GUARD, *prompt_guard.PARTS),
     *_of(LOAD_THREAD, *load_thread.PARTS),
     *_of(GPU_TURN, *gpu_turn.PARTS),
+    *_of(GPU_TURN, _without(EXPOSURE, _without(GPU_LOCKOUT, gpu_names.PART))),
     *_of(EXPOSURE, *gpu_watch.EXPOSURE_PARTS),
     *_of(GPU_LOCKOUT, *(_without(EXPOSURE, part) for part in gpu_watch.FAULT_PARTS)),
     *_of(GPU_LOCKOUT, *gpu_watch.LOCKOUT_PARTS),
+    *_of(GPU_STUCK_EXIT, *gpu_turn.EXIT_PARTS),
 )
 
 #: Modules to wait for.

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 POOL, CORE, VLM = "engine_pool.py", "engine_core.py", "engine/vlm.py"
 QUEUE = {"queue", "unloads", "stream_hold", "prompt_guard"}
 PATH = {"resident", "leases", "off_loop_close", "dead_engines"}
-GPU = {"gpu_turn", "exposure", "gpu_lockout"}
+GPU = {"gpu_turn", "exposure", "gpu_lockout", "gpu_stuck_exit"}
 EVERYTHING = {feature.name for feature in FEATURES}
 
 

@@ -17,6 +17,7 @@ from omlx_admission.gpu.exposure_file import Versions
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
 from omlx_admission.gpu.faults import GpuFault
 from omlx_admission.gpu.watch import GpuFaultError, Watch, watch
+from omlx_admission.gpu_turn import sites
 from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.gpu import watch as gpu_watch
@@ -272,6 +273,86 @@ async def test_omlx_own_errors_pass_as_they_are(bench: Bench) -> None:
         a._step_burst()
     assert caught.value is error
     assert watch.faults == {}
+
+
+HASH = "/hub/models--mlx-community--Qwen3-8B-4bit/snapshots/3f1c9a2be77d4b0d9d3c2a6d"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "features",
+    [{"exposure": True}, {"exit_on_gpu_lockout": True}, {"serialize_engine_gpu": True}],
+)
+def test_g3_an_engine_is_called_by_its_models_id(features: dict[str, bool]) -> None:
+    import omlx.engine_pool as module
+
+    pool: Any = object.__new__(module.EnginePool)
+    pool._entries = {"my-alias": types.SimpleNamespace(model_path=HASH)}
+    core = types.SimpleNamespace(config=types.SimpleNamespace(model_name=HASH))
+    assert sites.name_of(core) == "mlx-community--Qwen3-8B-4bit", "no hash, whoever asks"
+
+    async def load() -> None:
+        # The pool's own work fails on half a pool; the name comes before it.
+        with pytest.raises(AttributeError):
+            await pool._load_engine("my-alias")
+
+    with installed("omlx.engine_pool", **features):
+        run(load)
+        assert sites.name_of(core) == "my-alias"
+    assert sites.name_of(core) == "mlx-community--Qwen3-8B-4bit"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("/models/a", "a"), ("/models/a/", "a"), ("a", "a"), ("/", "/"), ("org/b", "b")],
+)
+def test_g3_a_path_is_called_by_its_last_part(path: str, name: str) -> None:
+    assert sites.short(path) == name
+
+
+@pytest.mark.parametrize(
+    "bench", [{"serialize_engine_gpu": True, "exit_on_gpu_stuck": True}], indirect=True
+)
+def test_g9_a_stuck_turn_ends_the_process_where_that_is_wanted(
+    bench: Bench,  # noqa: F811
+    recorder: ExposureRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import omlx.utils.fatal as fatal
+
+    reasons: list[str] = []
+    monkeypatch.setattr(fatal, "fatal_exit", lambda reason: reasons.append(reason))
+    turn = gpu_turn.current
+    assert turn is not None
+    turn.limit_s = 0.05
+
+    async def test() -> None:
+        a, b = bench.core("a"), bench.core("b")
+        gate = Gate()
+        a.scheduler.script.append(gate)
+        await a.start()
+        await b.start()
+        for_a = bench.ask(a, 3)
+        await gate.until_reached()
+        with pytest.raises(RuntimeError, match="waited"):
+            await bench.generate(b)
+        gate.open()
+        await for_a
+
+    scenario(bench, test)
+    assert reasons[0].startswith("the GPU turn is stuck ('b' waited")
+    assert recorder._thread is None, "what was counted is on disk"
+
+
+@pytest.mark.parametrize(
+    ("stuck_s", "limit_s"), [(60.0, 600.0), (0.0, 600.0), (10.0, 300.0), (100.0, 1000.0)]
+)
+def test_g9_never_reporting_makes_no_waiter_less_patient(
+    stuck_s: float, limit_s: float
+) -> None:
+    with installed("omlx.engine_core", serialize_engine_gpu=True, gpu_stuck_s=stuck_s):
+        assert gpu_turn.current is not None
+        assert gpu_turn.current.limit_s == limit_s
 
 
 class TestLockout:

@@ -144,7 +144,12 @@ def test_a_second_import_event_wraps_nothing_twice(pool_class: type) -> None:
         ({"resident_path": False}, set()),
         ({"queue": False}, {"_find_lru_victim", "discover_models"}),
         (
-            {"queue": False, "surfaces": False},
+            {
+                "queue": False,
+                "surfaces": False,
+                "exposure": False,
+                "exit_on_gpu_lockout": False,
+            },
             {"_find_lru_victim", "_load_engine", "discover_models"},
         ),
         ({"enabled": False}, set(POOL_METHODS)),

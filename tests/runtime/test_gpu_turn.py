@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 from omlx_admission.gpu_turn import turn as gpu_turn
-from omlx_admission.gpu_turn.turn import GpuTurn, Hold, TurnAbandoned, TurnTimeout
+from omlx_admission.gpu_turn.turn import (
+    GpuTurn,
+    Hold,
+    Listener,
+    TurnAbandoned,
+    TurnTimeout,
+)
 
 PATIENCE_S = 20.0  # no outcome depends on it: a test that needs it has failed
 
@@ -383,6 +389,77 @@ def test_a_stuck_holder_is_reported_once_with_its_stack(
     b.has_it(for_b)
     b.release()
     assert turn.snapshot().stuck is None
+
+
+def test_g1_work_that_hands_over_now_and_then_is_not_stuck(
+    actors: list[Actor], caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    turn = GpuTurn(stuck_s=60.0, clock=lambda: now)
+    a, b, c, _ = actors
+    a.turn = b.turn = c.turn = turn
+    a.has_it(a.ask())
+    now = 1000.0
+    assert turn.snapshot().stuck is None, "no work waits"
+    for_b = b.ask()
+    for_c = c.ask()
+    now = 1050.0
+    state = turn.snapshot()
+    assert (state.held_s, state.stood_s, state.stuck) == (1050.0, 50.0, None)
+    a.release()
+    b.has_it(for_b)
+    now = 1100.0  # C has waited for 100 s, and for this turn of B's for 50 s
+    state = turn.snapshot()
+    assert (state.holder, state.stood_s, state.stuck) == ("b", 50.0, None)
+    now = 1111.0
+    assert turn.snapshot().stuck is not None
+    b.release()
+    c.has_it(for_c)
+    c.release()
+    assert turn.snapshot().stood_s == 0.0
+
+
+class _Told(Listener):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def stuck(self, text: str) -> None:
+        self.texts.append(text)
+        raise RuntimeError("of the listener")
+
+
+def test_g9_a_turn_that_was_never_handed_over_is_told_when_a_waiter_gives_up(
+    actors: list[Actor],
+) -> None:
+    told = _Told()
+    now = 0.0
+    turn = GpuTurn(limit_s=600.0, listener=told, clock=lambda: now)
+    a, b, c, d = actors
+    for actor in actors:
+        actor.turn = turn
+    a.has_it(a.ask())
+    optional = b.ask(limit_s=5.0)
+    now = 6.0
+    with pytest.raises(TurnTimeout):
+        optional.result(PATIENCE_S)
+    assert told.texts == [], "clean-up waits less, and goes on without"
+    for_c = c.ask()
+    now = 10.0
+    for_d = d.ask()
+    now = 11.0
+    a.release()
+    c.has_it(for_c)
+    now = 611.0
+    with pytest.raises(TurnTimeout):
+        for_d.result(PATIENCE_S)
+    assert told.texts == [], "it was handed over meanwhile"
+    for_d = d.ask()
+    now = 1300.0
+    with pytest.raises(TurnTimeout):
+        for_d.result(PATIENCE_S)
+    (text,) = told.texts
+    assert text.startswith("'d' waited 600 s for its turn on the GPU, which 'c'")
+    c.release()
 
 
 class TestBreathing:

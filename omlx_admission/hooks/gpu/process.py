@@ -9,12 +9,18 @@ from collections.abc import Callable
 
 from omlx_admission.core import faults
 from omlx_admission.gpu.watch import Watch, watch
+from omlx_admission.gpu_turn import sites
 from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu.executors import Executors
 
 
 class _Listener(gpu_turn.Listener):
     """What is noted of work that holds the turn."""
+
+    def stuck(self, text: str) -> None:
+        if process.exit_on_stuck is not None:
+            watch.end_ledger()
+            process.exit_on_stuck(f"the GPU turn is stuck ({text})")
 
     def failed(self, error: BaseException, name: str) -> None:
         watch.saw(error, name)
@@ -28,11 +34,13 @@ class Process:
 
     Attributes:
         executors: what the jobs of oMLX's global executor pass.
+        exit_on_stuck: ends the process, given a reason, where the turn is stuck.
         stop_loads: ends the thread of the loads, where they have one.
     """
 
     def __init__(self) -> None:
         self.executors = Executors()
+        self.exit_on_stuck: Callable[[str], object] | None = None
         self.stop_loads: Callable[[], None] | None = None
 
     def take_turns(self, *, stuck_s: float, limit_s: float) -> None:
@@ -45,6 +53,8 @@ class Process:
         """Everything off. Waiters and the holder of the turn keep the object that they
         know; no new ones come."""
         gpu_turn.current = None
+        sites.models.clear()
+        self.exit_on_stuck = None
         watch.exit, watch.turn = None, Watch.turn
         self.executors.reset()
         stop, self.stop_loads = self.stop_loads, None

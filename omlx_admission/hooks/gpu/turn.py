@@ -7,9 +7,11 @@ from typing import Any
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.gpu import shared as gpu_shared
+from omlx_admission.hooks.gpu import watch as gpu_watch
 from omlx_admission.hooks.gpu.process import process
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
+from omlx_admission.settings import Settings
 
 #: A waiter gives up after this many times the limit at which a holder is reported: long
 #: enough for an unchunked prefill of minutes, which older releases run in one step.
@@ -19,10 +21,17 @@ GIVE_UP_AT_LEAST_S = 300.0
 
 def apply_turn(_module: Any, _ledger: Ledger, wanted: Wanted) -> None:
     """Make the turn of this process, before anything can ask for it."""
+    stuck_s = wanted.settings.gpu_stuck_s
+    # Where nothing is reported, a waiter is as patient as by default.
+    patience_s = GIVE_UP_TIMES * (stuck_s or Settings.gpu_stuck_s)
     process.take_turns(
-        stuck_s=wanted.settings.gpu_stuck_s or float("inf"),
-        limit_s=max(GIVE_UP_AT_LEAST_S, GIVE_UP_TIMES * wanted.settings.gpu_stuck_s),
+        stuck_s=stuck_s or float("inf"), limit_s=max(GIVE_UP_AT_LEAST_S, patience_s)
     )
+
+
+def apply_exit(_module: Any, _ledger: Ledger, _wanted: Wanted) -> None:
+    """End a process whose turn is stuck, the way oMLX ends itself."""
+    process.exit_on_stuck = gpu_watch.leave
 
 
 PARTS = (
@@ -36,3 +45,5 @@ PARTS = (
     Part(gpu_jobs.DFLASH, gpu_shared.apply_dflash, optional=True),
     Part(gpu_jobs.DIFFUSION, gpu_shared.apply_diffusion, optional=True),
 )
+EXIT_NEEDS = (gpu_watch.FATAL_EXIT,)
+EXIT_PARTS = (Part(gpu_engine.CORE, apply_exit),)

@@ -23,6 +23,7 @@ from omlx_admission.gpu.watch import GpuFaultError, watch
 from omlx_admission.gpu_turn import sites
 from omlx_admission.hooks.gpu import engine as gpu_engine
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
+from omlx_admission.hooks.gpu import names as gpu_names
 from omlx_admission.hooks.gpu import native as gpu_native
 from omlx_admission.hooks.gpu.process import process
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
@@ -63,6 +64,7 @@ FAULT_NEEDS = (
     Need(REQUEST, "Request.num_prompt_tokens", Kind.VALUE, types=("int",)),
     Need(REQUEST, "Request.output_token_ids", Kind.VALUE, types=("list[...]",)),
     Need(REQUEST, "RequestOutput.error", Kind.VALUE, types=("str | None",)),
+    *gpu_names.NEEDS,
 )
 EXPOSURE_NEEDS = (
     *FAULT_NEEDS,
@@ -73,10 +75,8 @@ EXPOSURE_NEEDS = (
     Need(POOL, "EnginePool.shutdown", Kind.ASYNC),
     Need(MTP, "_reconcile_mtp_to_standard", Kind.SYNC, optional=True),
 )
-LOCKOUT_NEEDS = (
-    *FAULT_NEEDS,
-    Need(FATAL, "fatal_exit", Kind.SYNC, ("reason",)),
-)
+FATAL_EXIT = Need(FATAL, "fatal_exit", Kind.SYNC, ("reason",))
+LOCKOUT_NEEDS = (*FAULT_NEEDS, FATAL_EXIT)
 #: 0.7.x ends itself.
 LOCKOUT_NATIVE = (Need(FATAL, "exit_if_gpu_submissions_ignored", Kind.SYNC),)
 
@@ -330,14 +330,15 @@ def apply_mtp(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
     ledger.wrap_if_there(module, "_reconcile_mtp_to_standard", reconcile)
 
 
+def leave(reason: str) -> None:
+    """End the process the way oMLX ends itself, exit status 70."""
+    from omlx.utils.fatal import fatal_exit
+
+    fatal_exit(reason)
+
+
 def apply_exit(_module: Any, _ledger: Ledger, _wanted: Wanted) -> None:
-    """End a process that the driver ignores, the way oMLX ends itself."""
-
-    def leave(reason: str) -> None:
-        from omlx.utils.fatal import fatal_exit
-
-        fatal_exit(reason)
-
+    """End a process that the driver ignores."""
     watch.exit = leave
 
 
@@ -346,6 +347,7 @@ FAULT_PARTS = (
     Part(gpu_engine.SCHEDULER, apply_scheduler),
     Part(gpu_engine.CORE, apply_core),
     Part(gpu_engine.VLM, apply_vlm, optional=True),
+    gpu_names.PART,
 )
 EXPOSURE_PARTS = (
     *FAULT_PARTS,

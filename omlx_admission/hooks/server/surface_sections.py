@@ -67,7 +67,7 @@ def turn_section() -> dict[str, Any]:
 
 
 def turn_problems() -> Iterable[Problem]:
-    """A turn held past its limit. While others wait, the turn itself logs it, with a stack."""
+    """A turn that others wait for past its limit. The turn itself logs it, with a stack."""
     turn = gpu_native.current()
     if turn is None:
         return
@@ -76,11 +76,11 @@ def turn_problems() -> Iterable[Problem]:
         yield Problem(
             "turn",
             state.holder,
-            state.held_s,
+            state.stood_s,
             turn.stuck_s,
-            f"'{state.holder}' ({state.site}) has held the GPU turn for {state.held_s:.0f} s, "
-            f"limit {turn.stuck_s:.0f} s",
-            logged=bool(state.waiting),
+            f"'{state.holder}' ({state.site}) has held the GPU turn for {state.stood_s:.0f} s "
+            f"while others wait, limit {turn.stuck_s:.0f} s",
+            logged=True,
         )
 
 
