@@ -1,8 +1,8 @@
 """The routes: status, metrics, the page and its live updates, behind the server's own check.
 
-A reading costs a fraction of a millisecond of the event loop that serves
-everybody, so one is shared by all who ask within a tenth of a second (metrics: a
-second, below any scrape interval).
+A reading costs a fraction of a millisecond of the event loop that serves all
+requests, so those of a tenth of a second share one (metrics: of a second, below
+any scrape interval).
 """
 
 from __future__ import annotations

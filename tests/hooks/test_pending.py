@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.hooks.pool import pending_unloads as pending
+from omlx_admission.hooks.pool import state
 
 from .conftest import House, Make, enforcer_of, settle, until
 
@@ -181,7 +181,8 @@ async def test_nobody_follows_marks_of_our_own(house: House) -> None:
     await house.get("a")
     for_b = await house.waits("b")
     assert house.entry("a").pending_unload_reason == "admission drain for 'b'"
-    assert not pending._followers
+    names = [task.get_name() for task in state.background]
+    assert not [name for name in names if name.startswith("admission-pending:")]
     await house.release("a")
     await for_b
     await house.release("b")

@@ -11,7 +11,6 @@ unloaded; the next request for it loads it anew.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import logging
 import time
@@ -27,7 +26,7 @@ from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted
 from omlx_admission.hooks.pool.engines import ABORT
-from omlx_admission.hooks.pool.state import pools, state_of
+from omlx_admission.hooks.pool.state import in_background, pools, state_of
 from omlx_admission.observation import observe
 
 logger = logging.getLogger("omlx.admission")
@@ -44,8 +43,6 @@ NEEDS = (
     Need("omlx.engine.batched", "BatchedEngine._engine", Kind.VALUE),
     *ABORT,
 )
-
-_tasks: set[asyncio.Task[None]] = set()
 
 
 async def engine_loop(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
@@ -94,13 +91,7 @@ def bury(pool: Any, model: str, cause: str = "it was stopped") -> None:
         cause,
     )
     # A request may have found it; what follows does not end with that request.
-    task = asyncio.get_running_loop().create_task(
-        _remove(pool, model, engine),
-        name=f"admission-dead:{model}",
-        context=contextvars.Context(),
-    )
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
+    in_background(_remove(pool, model, engine), f"admission-dead:{model}")
 
 
 async def _remove(pool: Any, model: str, engine: Any) -> None:

@@ -11,7 +11,6 @@ harm there: one joins the other's unload.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from typing import Any
 
@@ -19,7 +18,7 @@ from omlx_admission.core import faults
 from omlx_admission.core.port import PoolPort
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.pool import resident
-from omlx_admission.hooks.pool.state import lock_of, marked_by_us, state_of
+from omlx_admission.hooks.pool.state import in_background, lock_of, marked_by_us, state_of
 
 logger = logging.getLogger("omlx.admission")
 
@@ -45,8 +44,6 @@ _POLL_S = 0.1
 #: The reason by which the enforcer marks; what it wants is memory, not this model gone.
 _FOR_MEMORY = "hard memory pressure"
 
-_followers: set[asyncio.Task[None]] = set()
-
 
 def mark(wrapped: Any, pool: Any, args: Any, kwargs: Any) -> Any:
     """Follow each mark that is not ours to its end."""
@@ -64,13 +61,7 @@ def _begin_to_follow(pool: Any, model: str) -> None:
     if admission is None or not _is_marked(pool, model):
         return
     # A request may have marked it; what follows does not end with that request.
-    task = asyncio.get_running_loop().create_task(
-        _follow(pool, admission.port, model),
-        name=f"admission-pending:{model}",
-        context=contextvars.Context(),
-    )
-    _followers.add(task)
-    task.add_done_callback(_followers.discard)
+    in_background(_follow(pool, admission.port, model), f"admission-pending:{model}")
     admission.changed()
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from typing import Any, NamedTuple
 
 from omlx_admission.core.pool.admission import PoolAdmission
@@ -149,11 +150,20 @@ def _unload_pending_soon(pool: Any, model: str) -> None:
         async with lock_of(pool):
             await pool._unload_pending_if_idle_locked(model)
 
+    in_background(unload(), f"admission-pending-unload:{model}", contextvars.copy_context())
+
+
+#: Tasks that go on by themselves: the loop holds no reference to them.
+background: set[asyncio.Task[None]] = set()
+
+
+def in_background(
+    work: Coroutine[Any, Any, None], name: str, context: contextvars.Context | None = None
+) -> asyncio.Task[None]:
+    """Start ``work``, which belongs to no request unless ``context`` says so."""
     task = asyncio.get_running_loop().create_task(
-        unload(), name=f"admission-pending-unload:{model}"
+        work, name=name, context=contextvars.Context() if context is None else context
     )
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
-
-
-_tasks: set[asyncio.Task[None]] = set()
+    background.add(task)
+    task.add_done_callback(background.discard)
+    return task

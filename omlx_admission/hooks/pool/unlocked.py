@@ -11,7 +11,6 @@ decides in the step in which the teardown is marked, so it needs none.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from typing import Any
 
@@ -20,6 +19,7 @@ import wrapt
 from omlx_admission.core import faults
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.patching.ledger import Ledger
+from omlx_admission.hooks.pool.state import in_background
 
 logger = logging.getLogger("omlx.admission")
 
@@ -56,8 +56,6 @@ NEEDS = (
 #: Seconds between two looks at an engine that is being stopped.
 _LOOK_S = 0.01
 
-_tasks: set[asyncio.Task[None]] = set()
-
 
 class Unlocked(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A pool with a lock of its own, and whose unloads end when the engine is gone.
@@ -80,14 +78,9 @@ class Unlocked(wrapt.ObjectProxy):  # type: ignore[type-arg]
         """Have the engine of an idle model stopped; returns what remains of its unload."""
         entry = self.__wrapped__._entries[model_id]
         engine = entry.engine
-        task = asyncio.get_running_loop().create_task(
-            self._self_unload(model_id),
-            name=f"admission-let-go:{model_id}",
-            # No request has asked for this unload.
-            context=contextvars.Context(),
-        )
-        _tasks.add(task)
-        task.add_done_callback(_forget)
+        # No request has asked for this unload.
+        task = in_background(self._self_unload(model_id), f"admission-let-go:{model_id}")
+        task.add_done_callback(_report)
         while not task.done() and entry.engine is engine:
             await asyncio.wait({task}, timeout=_LOOK_S)
         if task.done():
@@ -146,8 +139,7 @@ def resident_size(pool: Any, entry: Any) -> int:
     return int(size(entry) if size else entry.estimated_size)
 
 
-def _forget(task: asyncio.Task[None]) -> None:
-    _tasks.discard(task)
+def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.warning("admission: an eviction failed: %r", error)
 
