@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 
 from omlx_admission.surfaces.demo import models, scenarios
 from omlx_admission.surfaces.demo.client import Answer
@@ -100,6 +101,16 @@ def whole_run(mode: str) -> Run:
     """All scenarios, as wanted."""
     played = [right(scenario.name) for scenario in scenarios.SCENARIOS]
     return Run(mode, MEASURES, played, active=mode == "patched")
+
+
+def half_an_omlx(source: Path, version: str) -> Path:
+    """A package ``omlx`` that can be found and cannot serve."""
+    package = source / "omlx"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "engine_pool.py").touch()
+    (package / "_version.py").write_text(f'__version__ = "{version}"\n')
+    return package
 
 
 assert models.MODELS == (A, B, C, D)

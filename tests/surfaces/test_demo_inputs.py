@@ -14,6 +14,7 @@ from omlx_admission.surfaces import cli, demo
 from omlx_admission.surfaces.cli import CommandError
 from omlx_admission.surfaces.demo import probe, target
 from omlx_admission.surfaces.demo.server import Server, ServerError
+from tests.surfaces.demo_runs import half_an_omlx
 
 
 def _one_line(capsys: pytest.CaptureFixture[str], *call: str) -> str:
@@ -26,28 +27,34 @@ def _one_line(capsys: pytest.CaptureFixture[str], *call: str) -> str:
     return line
 
 
-def test_a_source_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    assert "no such directory" in _one_line(capsys, "--omlx-src", str(tmp_path / "none"))
-    assert "no such directory" in _one_line(capsys, "--omlx-src", str(file))
-    assert "holds no oMLX" in _one_line(capsys, "--omlx-src", str(tmp_path))
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("--omlx-src {tmp}/none", "no such directory"),
+        ("--omlx-src {tmp}/file", "no such directory"),
+        ("--omlx-src {tmp}", "holds no oMLX"),
+        ("--omlx-python {tmp}/python", "--omlx-python {tmp}/python: no such file"),
+        ("--omlx-python {tmp}/file", "cannot be run: Permission denied"),
+        ("--omlx-python /bin/echo", "could not be asked"),
+        ("--out {tmp}/file/x", "Not a directory"),
+        ("--out {tmp}/file", "--out"),
+        ("--json {tmp}/x/y.json", "no such directory"),
+        ("--json {tmp}", "is a directory"),
+    ],
+)
+def test_a_path_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], call: str, said: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert said.format(tmp=tmp_path) in _one_line(capsys, *call.format(tmp=tmp_path).split())
 
 
-def test_a_source_that_cannot_be_read(
+def test_a_path_without_the_rights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "not readable" in _one_line(capsys, "--omlx-src", str(tmp_path))
-
-
-def test_a_python_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    missing = _one_line(capsys, "--omlx-python", str(tmp_path / "python"))
-    assert missing.endswith(f"--omlx-python {tmp_path / 'python'}: no such file")
-    assert "cannot be run: Permission denied" in _one_line(capsys, "--omlx-python", str(file))
-    assert "could not be asked" in _one_line(capsys, "--omlx-python", "/bin/echo")
+    assert "not writable" in _one_line(capsys, "--json", str(tmp_path / "y.json"))
 
 
 def test_a_python_without_omlx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,24 +92,6 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         line = _one_line(capsys, "--port", str(port))
     assert f"--port {port}: Address already in use" in line
-
-
-def test_a_folder_that_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    assert "Not a directory" in _one_line(capsys, "--out", str(file / "x"))
-    assert "--out" in _one_line(capsys, "--out", str(file))
-
-
-def test_a_json_file_that_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "no such directory" in _one_line(capsys, "--json", str(tmp_path / "x" / "y.json"))
-    assert "is a directory" in _one_line(capsys, "--json", str(tmp_path))
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert "not writable" in _one_line(capsys, "--json", str(tmp_path / "y.json"))
 
 
 @pytest.mark.parametrize(
@@ -177,14 +166,7 @@ def test_the_package_folder_may_be_named_as_well(tmp_path: Path) -> None:
 
 def test_an_omlx_of_another_release_is_told_as_refused(tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
-    package = tmp_path / "src" / "omlx"
-    package.mkdir(parents=True)
-    for name, text in (
-        ("__init__.py", ""),
-        ("_version.py", '__version__ = "9.1"\n'),
-        ("engine_pool.py", ""),
-    ):
-        (package / name).write_text(text)
+    package = half_an_omlx(tmp_path / "src", "9.1")
     chosen = target.find(tmp_path / "src", None, tmp_path)
     assert chosen.label == f"oMLX 9.1 in {package}"
     assert [text.split("'")[1] for text in chosen.refused] == list(probe.SHOWN)
@@ -201,8 +183,7 @@ def test_an_interpreter_without_wrapt_is_not_asked_for_a_verdict(
 
 
 def test_a_server_that_ends_at_once_says_its_last_line(tmp_path: Path) -> None:
-    package = tmp_path / "src" / "omlx"
-    package.mkdir(parents=True)
+    package = half_an_omlx(tmp_path / "src", "0.6.3")
     (package / "__init__.py").write_text("raise ImportError('this one is broken')\n")
     server = Server(tmp_path, tmp_path / "base", patched=False, source=tmp_path / "src")
     with pytest.raises(ServerError, match=r"ended at once .*this one is broken"), server:
@@ -221,8 +202,3 @@ def test_a_bad_call_leaves_no_folder_behind(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     _one_line(capsys, "--omlx-src", "/nonexistent")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_command_error_is_what_a_wrong_choice_raises(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="no such directory"):
-        target.find(tmp_path / "none", None, tmp_path)
