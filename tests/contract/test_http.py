@@ -30,6 +30,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 12},
     "/v1/responses": {"input": "hello", "max_output_tokens": 12},
 }
+LAST = {
+    "/v1/chat/completions": r"\[DONE\]",
+    "/v1/completions": r"\[DONE\]",
+    "/v1/messages": "message_stop",
+    "/v1/responses": "response.(completed|incomplete)",
+}
 
 
 @pytest.fixture(scope="session")
@@ -129,31 +135,18 @@ def said(path: str, body: Any, *, stream: bool) -> str:
 @pytest.mark.parametrize("path", list(BODIES))
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_every_token_arrives(http: httpx.Client, path: str, stream: bool) -> None:
-    """4.2: whole bodies start with a space; streams are events."""
+    """4.2: whole bodies start with a space. 4.3: streams end in their own way."""
     answer = http.post(path, json={"model": "a", "stream": stream, **BODIES[path]})
     assert answer.status_code == 200
     if stream:
         assert answer.headers["content-type"].startswith("text/event-stream")
-        assert len(said(path, events(answer.text), stream=True)) == 12
+        found = events(answer.text)
+        assert len(said(path, found, stream=True)) == 12
+        last = found[-1] if isinstance(found[-1], str) else found[-1]["type"]
+        assert re.fullmatch(LAST[path], last)
     else:
         assert answer.text.startswith(" {")
         assert len(said(path, answer.json(), stream=False)) == 12
-
-
-@pytest.mark.parametrize(
-    ("path", "last"),
-    [
-        ("/v1/chat/completions", r"\[DONE\]"),
-        ("/v1/completions", r"\[DONE\]"),
-        ("/v1/messages", "message_stop"),
-        ("/v1/responses", "response.(completed|incomplete)"),
-    ],
-)
-def test_streams_end_in_their_own_way(http: httpx.Client, path: str, last: str) -> None:
-    """4.3: terminators."""
-    answer = http.post(path, json={"model": "a", "stream": True, **BODIES[path]})
-    end = events(answer.text)[-1]
-    assert re.fullmatch(last, end if isinstance(end, str) else end["type"])
 
 
 def test_first_frames_are_keepalives(http: httpx.Client) -> None:

@@ -45,17 +45,6 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.message for r in caplog.records]
 
 
-def test_a_wait_is_counted_by_model_and_outcome(seen: Observer) -> None:
-    request = SimpleNamespace(id="r-1", waited_s=0.0)
-    one = waiter(request=request)
-    seen.enqueued(one, 1)
-    assert seen.levels["b"].value == 1
-    one.outcome = Outcome.GRANTED
-    seen.left(one, 104.5, 0, True)
-    assert seen.levels["b"].value == 0
-    assert seen.waits["b", "granted"].total == 4.5
-
-
 def test_who_is_answered_at_once_never_counts_as_waiting(seen: Observer) -> None:
     one = waiter()
     one.outcome = Outcome.REFUSED

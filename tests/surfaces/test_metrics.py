@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -219,12 +217,6 @@ def test_the_real_sections_fit(mocker: Any) -> None:
     assert found["omlx_admission_gpu_turn_hold_seconds"].samples
     sample.observer.reset()
     assert "omlx_admission_gpu_overlap_seconds" not in families(sample)
-
-
-def test_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client.exposition", None)
-    with pytest.raises(ImportError):
-        metrics.format_for("")
 
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "omlx-admission.json"

@@ -366,14 +366,6 @@ async def story_paths_outside_the_api_have_plain_bodies():
     return {"status": answer.status, "body": sorted(answer.json)}
 
 
-@ends("4.2", [" ", "{}"])
-async def story_json_body_starts_with_a_space():
-    async def build():
-        return "{}"
-
-    return [chunk async for chunk in server._with_json_keepalive(None, build())]
-
-
 @ends("4.2", {"chunks": [" "], "raised": "RuntimeError"})
 async def story_json_body_is_cut_off_by_an_error():
     async def build():
@@ -426,13 +418,6 @@ async def story_keepalives_by_mode():
             )
         }
     return found
-
-
-@ends("4.2: with the stream's own id", True)
-async def story_chat_keepalive_with_an_id():
-    return server._chat_keepalive_chunk("chatcmpl-1") == server._KEEPALIVE_CHAT_CHUNK.replace(
-        "chatcmpl-keepalive", "chatcmpl-1"
-    )
 
 
 @ends("2.1", ["frame", "released", "end"])
