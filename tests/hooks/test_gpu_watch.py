@@ -313,8 +313,8 @@ def test_g3_a_path_is_called_by_its_last_part(path: str, name: str) -> None:
 @pytest.mark.parametrize(
     "bench", [{"serialize_engine_gpu": True, "exit_on_gpu_stuck": True}], indirect=True
 )
-def test_g9_a_stuck_turn_ends_the_process_where_that_is_wanted(
-    bench: Bench,  # noqa: F811
+async def test_g9_a_stuck_turn_ends_the_process_where_that_is_wanted(
+    bench: Bench,
     recorder: ExposureRecorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -326,20 +326,17 @@ def test_g9_a_stuck_turn_ends_the_process_where_that_is_wanted(
     assert turn is not None
     turn.limit_s = 0.05
 
-    async def test() -> None:
-        a, b = bench.core("a"), bench.core("b")
-        gate = Gate()
-        a.scheduler.script.append(gate)
-        await a.start()
-        await b.start()
-        for_a = bench.ask(a, 3)
-        await gate.until_reached()
-        with pytest.raises(RuntimeError, match="waited"):
-            await bench.generate(b)
-        gate.open()
-        await for_a
-
-    scenario(bench, test)
+    a, b = bench.core("a"), bench.core("b")
+    gate = Gate()
+    a.scheduler.script.append(gate)
+    await a.start()
+    await b.start()
+    for_a = bench.ask(a, 3)
+    await gate.until_reached()
+    with pytest.raises(RuntimeError, match="waited"):
+        await bench.generate(b)
+    gate.open()
+    await for_a
     assert reasons[0].startswith("the GPU turn is stuck ('b' waited")
     assert recorder._thread is None, "what was counted is on disk"
 
