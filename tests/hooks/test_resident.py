@@ -53,6 +53,7 @@ async def test_b08_a_request_during_an_unlocked_unload_gets_a_new_engine(house: 
     for _round in range(5):
         dying = await house.get("a")
         await house.release("a")
+        await house.use("a")  # so that the hot path knows it
         unload = await house.held_unload("a")
         request = await house.waits("a")
         await house.let_unload("a")
