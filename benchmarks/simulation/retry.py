@@ -55,13 +55,12 @@ class Experiment:
         client_budget_s: float,
         server_budget_s: float = 300.0,
         max_queue: int = 512,
-        swap_s: float = 10.0,
     ) -> None:
         self.results: list[Retry] = []
         self.random = random.Random(seed)
         self.budget = client_budget_s
         self.policy = AdmissionPolicy(Dials(budget=server_budget_s))
-        self.sim: Simulator = make(self.policy, models, seed=seed, swap_s=swap_s)
+        self.sim: Simulator = make(self.policy, models, seed=seed)
         self.sim.world.max_queue = max_queue
         self.sim.world.refusing = self._refusing
 

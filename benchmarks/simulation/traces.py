@@ -1,6 +1,6 @@
 """Traces in virtual time: what arrives, and what came of it.
 
-Services of text requests are lognormal, cut at 60 s; a swap takes S seconds, of
+Services of text requests are lognormal, cut at 60 s; a swap takes 10 s, of
 which 0.5 are the unload, and memory holds one model (or, where said, two).
 """
 
@@ -21,7 +21,10 @@ from omlx_admission.core.policy.model import places_for
 SIZE = 19 * 10**9
 _CEILING = SIZE + SIZE // 2
 
-_UNLOAD_S = 0.5
+_SWAP_S, _UNLOAD_S = 10.0, 0.5
+
+#: Steps of an agent, and the pause between two of them.
+_STEPS, _THINK_S = 20, 1.5
 
 #: Spread of the lognormal service times.
 _SIGMA = 0.8
@@ -44,13 +47,11 @@ class Result:
         return max(self.waits, default=0.0)
 
 
-def make(
-    policy: AdmissionPolicy, models: str, *, seed: int, swap_s: float = 10.0, slots: int = 8
-) -> Simulator:
+def make(policy: AdmissionPolicy, models: str, *, seed: int, slots: int = 8) -> Simulator:
     """A world with room for one of ``models`` (one letter each)."""
     places = places_for(slots)
     specs = [
-        Spec(m, SIZE, load_s=swap_s - _UNLOAD_S, slots=slots, places=places) for m in models
+        Spec(m, SIZE, load_s=_SWAP_S - _UNLOAD_S, slots=slots, places=places) for m in models
     ]
     return Simulator(policy, specs, _CEILING, seed, strict=False)
 
@@ -73,12 +74,10 @@ def service(r: random.Random, mean: float, sigma: float = _SIGMA) -> float:
     return min(_LONGEST_S, r.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))
 
 
-def burst(
-    policy: AdmissionPolicy, seed: int = 0, requests: int = 60, swap_s: float = 10.0
-) -> Result:
+def burst(policy: AdmissionPolicy, seed: int = 0) -> Result:
     """ABCABC...: all at once, interleaved, 5 s each."""
-    sim = make(policy, "ABC", seed=seed, swap_s=swap_s)
-    for index in range(requests):
+    sim = make(policy, "ABC", seed=seed)
+    for index in range(60):
         model = "ABC"[index % 3]
         sim.at(index * 1e-3, partial(sim.submit, model, Job(5.0)))
     sim.run()
@@ -89,45 +88,38 @@ def agents(
     policy: AdmissionPolicy,
     seed: int = 0,
     *,
-    models: str = "ABC",
-    steps: int = 20,
-    think_s: float = 1.5,
-    service_s: float = 5.0,
-    swap_s: float = 10.0,
     spread: float = 0.6,
 ) -> Result:
     """Agents that take turns with their thoughts, one on each model.
 
     ``spread`` is the sigma of the lognormal service times; 0 makes all of them equal.
     """
-    sim = make(policy, models, seed=seed, swap_s=swap_s)
+    sim = make(policy, "ABC", seed=seed)
     r = random.Random(seed)
     services: list[float] = []
 
     def agent(model: str, left: int) -> None:
         if left == 0:
             return
-        seconds = service(r, service_s, spread) if spread else service_s
+        seconds = service(r, 5.0, spread) if spread else 5.0
         services.append(seconds)
 
         def done(_request: Request) -> None:
-            sim.at(sim.now + think_s, lambda: agent(model, left - 1))
+            sim.at(sim.now + _THINK_S, lambda: agent(model, left - 1))
 
         sim.submit(model, Job(seconds, then=done))
 
-    for model in models:
-        sim.at(0.0, partial(agent, model, steps))
+    for model in "ABC":
+        sim.at(0.0, partial(agent, model, _STEPS))
     sim.run()
     sim.world.check_idle()
     return result(sim, services)
 
 
-def serial_s(
-    outcome: Result, *, steps: int = 20, think_s: float = 1.5, swap_s: float = 10.0
-) -> float:
+def serial_s(outcome: Result) -> float:
     """Seconds that the same agents take one after another: the reference of a makespan."""
     models = len({m for _, m in outcome.arrivals})
-    return sum(outcome.services) + models * ((steps - 1) * think_s + swap_s)
+    return sum(outcome.services) + models * ((_STEPS - 1) * _THINK_S + _SWAP_S)
 
 
 def open_arrivals(
@@ -136,21 +128,19 @@ def open_arrivals(
     seed: int = 0,
     *,
     horizon_s: float = 20_000.0,
-    service_s: float = 8.0,
-    swap_s: float = 10.0,
     finish: bool = False,
 ) -> Result:
     """Poisson arrivals at ``rates`` per second and model, over ``horizon_s`` seconds.
 
     ``finish``: serve everybody who arrived, instead of stopping at the horizon.
     """
-    sim = make(policy, "".join(rates), seed=seed, swap_s=swap_s)
+    sim = make(policy, "".join(rates), seed=seed)
     r = random.Random(seed)
     services: list[float] = []
     for model, rate in rates.items():
         time = r.expovariate(rate)
         while time < horizon_s:
-            seconds = service(r, service_s)
+            seconds = service(r, 8.0)
             services.append(seconds)
             sim.at(time, partial(sim.submit, model, Job(seconds)))
             time += r.expovariate(rate)
@@ -164,7 +154,6 @@ def overlap(
     *,
     horizon_s: float = 3600.0,
     clients: int = 2,
-    swap_s: float = 10.0,
     models: str = "AB",
     slots: int = 8,
 ) -> Result:
@@ -173,7 +162,7 @@ def overlap(
     Each of ``clients`` on the first model sends again the moment it is answered; every
     other model gets a request every few minutes. Only the waits of the latter count.
     """
-    sim = make(policy, models, seed=seed, swap_s=swap_s, slots=slots)
+    sim = make(policy, models, seed=seed, slots=slots)
     r = random.Random(seed)
     services: list[float] = []
     others: list[Request] = []
@@ -208,10 +197,8 @@ def overlap(
     )
 
 
-def bound_s(
-    outcome: Result, *, age_s: float, swap_s: float, models: int, queued: int, slots: int
-) -> float:
+def bound_s(outcome: Result, *, age_s: float, models: int, queued: int, slots: int) -> float:
     """W + R + (M-2)(S + ceil(q/C) R) + S: the longest wait that the policy allows."""
     longest = max(outcome.services)
-    turns = (models - 2) * (swap_s + math.ceil(queued / slots) * longest)
-    return age_s + longest + turns + swap_s
+    turns = (models - 2) * (_SWAP_S + math.ceil(queued / slots) * longest)
+    return age_s + longest + turns + _SWAP_S

@@ -49,6 +49,17 @@ class Stage:
         self.world.end_unload("A")
         assert self.world.advance_load() == "loading"
 
+    def loaded(self) -> None:
+        """The load ends, from whatever stage it is in."""
+        world, job = self.world, self.world.job
+        assert job is not None
+        if job.stage == "created":
+            assert world.advance_load() == "unloading"
+        if job.unload is not None:
+            world.end_unload("A")
+            world.advance_load()
+        world.end_load("ok")
+
     def leave(self, request: Request) -> None:
         assert self.world.leave(request, Outcome.CANCELLED)
         assert request.outcome is Outcome.CANCELLED
@@ -96,11 +107,7 @@ def test_draining_not_the_last_one_changes_nothing() -> None:
     stage.leave(stage.first)
     assert stage.world.models["A"].mark is Mark.OURS
     stage.world.finish(stage.user)
-    assert stage.world.job is not None
-    stage.world.advance_load()
-    stage.world.end_unload("A")
-    stage.world.advance_load()
-    stage.world.end_load("ok")
+    stage.loaded()
     assert second.outcome is Outcome.GRANTED
 
 
@@ -110,12 +117,7 @@ def test_during_the_load_it_ends_idle_and_can_be_evicted(window: str) -> None:
     getattr(stage, window)()
     stage.leave(stage.first)
     world = stage.world
-    if window == "created":
-        assert world.advance_load() == "unloading"
-    if window != "loading":
-        world.end_unload("A")
-        world.advance_load()
-    world.end_load("ok")
+    stage.loaded()
     assert world.models["B"].resident
     assert not world.models["B"].busy
     world.check_idle()
@@ -131,12 +133,7 @@ def test_during_the_load_those_who_stay_are_served(window: str) -> None:
     getattr(stage, window)()
     second = stage.world.arrive(B)
     stage.leave(stage.first)
-    if window == "created":
-        stage.world.advance_load()
-    if window != "loading":
-        stage.world.end_unload("A")
-        stage.world.advance_load()
-    stage.world.end_load("ok")
+    stage.loaded()
     assert second.outcome is Outcome.GRANTED
     assert stage.world.models["B"].leases == 1
 

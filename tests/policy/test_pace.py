@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulation.sim_types import Mark, Model, Request
+from benchmarks.simulation.sim_types import Mark, Request
 from benchmarks.simulation.traces import bound_s, overlap
 from benchmarks.simulation.world import World
 from omlx_admission.core.policy.admission import AdmissionPolicy
-from omlx_admission.core.policy.estimates import Dials, Estimates
+from omlx_admission.core.policy.estimates import Dials
 from omlx_admission.core.policy.model import Outcome, places_for
 
-from .test_admission import ESTIMATES, SIZES, A, B, C, at, house, load
-
-ours = AdmissionPolicy
-
-
-def paced(places: int, *, resident: str = "A", dials: Dials | None = None) -> World:
-    world = World(
-        AdmissionPolicy(dials or Dials(), Estimates(**ESTIMATES)),
-        {n: Model(n, s, places=places) for n, s in SIZES.items()},
-        100,
-    )
-    for name in resident:
-        world.models[name].resident = True
-    return world
+from .test_admission import A, B, C, at, house, load
 
 
 def expires(world: World, request: Request, back_in: float) -> None:
@@ -38,7 +25,7 @@ class TestPlaces:
         assert places_for(slots) == places
 
     def test_the_load_grants_the_first_and_each_release_the_next(self) -> None:
-        world = paced(2, resident="")
+        world = house(places=2, resident="")
         requests = [world.arrive(A) for _ in range(5)]
         load(world)
         for first in range(4):
@@ -47,7 +34,7 @@ class TestPlaces:
             world.finish(requests[first])
 
     def test_a_newcomer_waits_behind_those_who_wait(self) -> None:
-        world = paced(1)
+        world = house(places=1)
         first, second, third = (world.arrive(A) for _ in range(3))
         assert first.holds_lease
         assert world.policy.paced == {"A"}
@@ -58,7 +45,7 @@ class TestPlaces:
         assert not world.policy.paced
 
     def test_those_without_a_place_are_no_part_of_the_drain(self) -> None:
-        world = paced(2, dials=Dials(max_age=10.0))
+        world = house(places=2, dials=Dials(max_age=10.0))
         crowd = [world.arrive(A) for _ in range(8)]
         for_b = world.arrive(B)
         at(world, 10.0)
@@ -71,7 +58,7 @@ class TestPlaces:
 
     def test_a_queue_that_is_served_does_not_grow_old(self) -> None:
         """Else B's leftover, older than W, would cut each turn of A to a moment."""
-        world = paced(2, resident="", dials=Dials(max_age=100.0))
+        world = house(places=2, resident="", dials=Dials(max_age=100.0))
         for_b = [world.arrive(B) for _ in range(50)]
         load(world)
         for_a = world.arrive(A)
@@ -89,13 +76,12 @@ class TestPlaces:
         assert world.policy.gated == {"A"}
 
     def test_a_refusal_tells_when_a_place_falls_free(self) -> None:
-        world = paced(1)
+        world = house(places=1)
         requests = [world.arrive(A) for _ in range(12)]
         for request in requests[:6]:
             world.now += 3.0
             world.finish(request)
         policy = world.policy
-        assert isinstance(policy, AdmissionPolicy)
         # Five wait, one is answered each three seconds.
         assert policy.estimate(A, 60, world.view((A,)), world.now) == pytest.approx(15.0)
 
@@ -107,22 +93,22 @@ class TestBound:
         self, slots: int, clients: int, seed: int
     ) -> None:
         """The bound with R of two answers: what runs, and what the engine holds next."""
-        run = overlap(ours(), seed, clients=clients, slots=slots)
+        run = overlap(AdmissionPolicy(), seed, clients=clients, slots=slots)
         assert len(run.waits) > 5
         longest = max(run.services)
-        bound = bound_s(run, age_s=140.0, swap_s=10.0, models=2, queued=0, slots=slots)
+        bound = bound_s(run, age_s=140.0, models=2, queued=0, slots=slots)
         assert run.worst <= bound + longest
 
     def test_c3_it_is_the_pace_that_does_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("benchmarks.simulation.traces.places_for", lambda _slots: None)
-        run = overlap(ours(), 0, clients=20, slots=1)
-        bound = bound_s(run, age_s=140.0, swap_s=10.0, models=2, queued=0, slots=1)
+        run = overlap(AdmissionPolicy(), 0, clients=20, slots=1)
+        bound = bound_s(run, age_s=140.0, models=2, queued=0, slots=1)
         assert run.worst > bound + max(run.services)
 
 
 class TestReturn:
     def test_c3_a_drain_goes_on_until_the_announced_return(self) -> None:
-        world = paced(2, dials=Dials(max_age=5.0, budget=60.0))
+        world = house(places=2, dials=Dials(max_age=5.0, budget=60.0))
         running = world.arrive(A)
         first = world.arrive(B, 8.0)
         at(world, 8.0)
@@ -142,7 +128,7 @@ class TestReturn:
         assert again.holds_lease
 
     def test_and_no_longer(self) -> None:
-        world = paced(2, dials=Dials(max_age=5.0, budget=60.0))
+        world = house(places=2, dials=Dials(max_age=5.0, budget=60.0))
         running = world.arrive(A)
         first = world.arrive(B, 8.0)
         at(world, 8.0)
@@ -157,7 +143,7 @@ class TestReturn:
         assert not world.policy.gated
 
     def test_it_keeps_no_third_model_waiting(self) -> None:
-        world = paced(2, dials=Dials(max_age=5.0, budget=60.0))
+        world = house(places=2, dials=Dials(max_age=5.0, budget=60.0))
         running = world.arrive(A)
         first = world.arrive(B, 8.0)
         world.now = 4.0
@@ -170,7 +156,7 @@ class TestReturn:
         assert for_c.holds_lease
 
     def test_a_client_that_leaves_ends_it_at_once(self) -> None:
-        world = paced(2, dials=Dials(max_age=5.0))
+        world = house(places=2, dials=Dials(max_age=5.0))
         world.arrive(A)
         first = world.arrive(B)
         at(world, 8.0)
@@ -222,7 +208,6 @@ class TestHasty:
         world.finish(running)
         world.now += 9.0  # within what is remembered of a demand
         policy = world.policy
-        assert isinstance(policy, AdmissionPolicy)
         policy.linger.idle("A", world.now - 20.0)
         world.arrive(B)
         assert world.job is not None

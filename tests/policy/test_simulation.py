@@ -90,12 +90,12 @@ class TestBound:
         """A virtual hour without a gap on A; every wait of B stays within the bound."""
         run = overlap(ours(), seed)
         assert len(run.waits) > 5
-        assert run.worst <= bound_s(run, age_s=140.0, swap_s=10.0, models=2, queued=0, slots=8)
+        assert run.worst <= bound_s(run, age_s=140.0, models=2, queued=0, slots=8)
 
     @pytest.mark.parametrize("seed", range(3))
     def test_nor_two_others(self, seed: int) -> None:
         run = overlap(ours(), seed, models="ABC")
-        assert run.worst <= bound_s(run, age_s=140.0, swap_s=10.0, models=3, queued=8, slots=8)
+        assert run.worst <= bound_s(run, age_s=140.0, models=3, queued=8, slots=8)
 
     def test_it_is_the_gate_that_does_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(AdmissionPolicy, "_closed_models", lambda *_args: frozenset())
