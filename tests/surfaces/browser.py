@@ -5,7 +5,6 @@ Standard library only: the protocol is a dozen JSON calls to ``chromedriver``.
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -111,11 +110,6 @@ class Browser:
             deviceScaleFactor=1,
             mobile=width < 500,
         )
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, not only what the window shows."""
-        shot = self.cdp("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def errors(self) -> list[str]:
         """What the page's console reported as an error; a failed fetch is none."""

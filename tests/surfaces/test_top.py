@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import threading
@@ -100,10 +101,6 @@ def test_once_tells_by_its_status_that_the_server_needs_help(
     assert "NEEDS ATTENTION: the load of 'b' has lasted" in capsys.readouterr().out
 
 
-class Enough(Exception):
-    """Ends a follower."""
-
-
 def sleeper(rounds: int) -> Callable[[float], None]:
     left = [rounds]
 
@@ -133,12 +130,14 @@ def test_without_a_terminal_only_what_changed_is_printed(
     assert out.err.strip() == "omlx-admission top: interrupted"
 
 
+def screen(sample: Sample, note: str | None) -> str:
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(top.screen(document(sample), note))
+    return console.export_text()
+
+
 def test_the_screen_says_the_same_in_colour() -> None:
-    sample = loading()
-    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(top.screen(document(sample), "it does not answer; trying again"))
-    text = console.export_text()
+    text = screen(loading(), "it does not answer; trying again")
     for part in (
         "it does not answer; trying again. What follows is old.",
         "healthy",
@@ -155,11 +154,8 @@ def test_a_model_name_is_no_markup() -> None:
     sample = Sample()
     sample.sizes["[red]m[/red]"] = 1
     sample.resident("[red]m[/red]")
-    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(top.screen(document(sample), None))
     # In the sentence and in the table.
-    assert console.export_text().count("[red]m[/red]") == 2
+    assert screen(sample, None).count("[red]m[/red]") == 2
 
 
 def test_without_rich_a_terminal_gets_lines_too(
