@@ -303,7 +303,7 @@ OFF: dict[str, tuple[set[str], str, Edit]] = {
         ),
     ),
     "a class with slots": (
-        GPU - {"exposure", "gpu_lockout"},
+        {"gpu_turn", "gpu_stuck_exit"},
         "Scheduler has slots",
         ("scheduler.py", r"(?m)^(class Scheduler:\n)", "\\1    __slots__ = ('running',)\n\n"),
     ),
@@ -322,7 +322,7 @@ OFF: dict[str, tuple[set[str], str, Edit]] = {
         ),
     ),
     "MLX by another name": (
-        GPU - {"gpu_turn"},
+        {"exposure", "gpu_lockout"},
         "omlx.engine_core:mx is missing",
         (CORE, r"\bmx\b(?!\.core|_)", "mx_core"),
     ),
