@@ -41,6 +41,11 @@ class OmlxFinder:
         return find_spec(name)
 
 
+def started() -> bool:
+    """Whether the line ran in this process."""
+    return _started
+
+
 def main() -> None:
     """Wait for ``omlx`` unless ``OMLX_ADMISSION`` is off or the wait is on already."""
     global _started

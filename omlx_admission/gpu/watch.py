@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from omlx_admission.gpu.exposure import Event
+from omlx_admission.gpu.exposure import Event, Record
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
 from omlx_admission.gpu.faults import GpuFault, classify, classify_text
 from omlx_admission.gpu_turn import turn as gpu_turn
@@ -34,6 +34,19 @@ _WHAT = {
     GpuFault.INNOCENT_VICTIM: "was discarded because other work failed on the GPU",
     GpuFault.OUT_OF_MEMORY: "found no GPU memory",
 }
+
+
+#: What an owner can set, told where it may help (`advice`).
+ADVICE = (
+    "two engines were busy on the GPU when it locked up; to let one at a time on it, set "
+    'OMLX_SERIALIZE_ENGINE_GPU=1, or "serialize_engine_gpu": true under "scheduler" in '
+    "oMLX's settings.json, and start oMLX again"
+)
+
+
+def advice(record: Record) -> str | None:
+    """`ADVICE` where lockups were counted with two engines busy and without turns."""
+    return ADVICE if record.count(busy=2, serialised=False) else None
 
 
 class GpuFaultError(RuntimeError):
@@ -202,11 +215,12 @@ class Watch:
         if not repeat:
             circumstances = self._circumstances(now) or "circumstances unknown"
             logger.error(
-                "admission: GPU fault %s in '%s': %s; %s",
+                "admission: GPU fault %s in '%s': %s; %s%s",
                 fault.value,
                 engine,
                 text[:500],
                 circumstances,
+                f"; {ADVICE}" if self._may_help(fault) else "",
             )
             self.faults[key] = Fault(engine, fault, text[:500], time.time(), circumstances)
         if self.recorder is not None:
@@ -220,6 +234,11 @@ class Watch:
         if getattr(_thread, "working", False) and turn is not None and turn.held():
             began = max(began, now - turn.snapshot().held_s)
         return began
+
+    def _may_help(self, fault: GpuFault) -> bool:
+        """Whether the advice may, and has not been given."""
+        first = not any(known.is_lockup for _, known in self.faults)
+        return fault.is_lockup and first and self.turn() is None and len(self.busy_now) > 1
 
     @_raises_nothing
     def _circumstances(self, now: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -66,10 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             prog=f"omlx-admission {known.command}", description=text
         )
         module.add_arguments(parser)
-        return int(module.run(parser.parse_args(rest)))
+        status = int(module.run(parser.parse_args(rest)))
+        sys.stdout.flush()
+        return status
     except CommandError as error:
         print(f"omlx-admission {known.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader, `head` perhaps, has what it wanted; Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(f"omlx-admission {known.command}: interrupted", file=sys.stderr)
         return 130

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import site
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
-from omlx_admission import __version__
+from omlx_admission import __version__, _startup
 from omlx_admission.hooks.gpu import sites
 from omlx_admission.hooks.install import Report, State, Verdict, decide
 from omlx_admission.hooks.patching import gate
@@ -76,20 +76,29 @@ def check_source(source: Path) -> None:
 
 
 def switch_problem() -> str | None:
-    """Why the line that switches the package on will not run here, or None.
+    """Why the line that switches the package on did not run in this Python, or None.
 
-    macOS skips a ``.pth`` with the hidden flag without a word; other causes are
-    an upgrade that rebuilt the environment, and a package on ``PYTHONPATH``.
+    macOS skips a ``.pth`` with the hidden flag without a word; other causes are an upgrade
+    that rebuilt the environment, and a package on ``PYTHONPATH``.
     """
-    folder = Path(sysconfig.get_path("purelib"))
-    user = [Path(p) for p in sys.path if p.endswith("site-packages")]
-    for place in (folder, *user):
-        line = place / "omlx_admission.pth"
+    if _startup.started():
+        return None
+    own = [Path(folder) for folder in site.getsitepackages()]
+    if site.ENABLE_USER_SITE:
+        own.append(Path(site.getusersitepackages()))
+    for line in (folder / "omlx_admission.pth" for folder in own):
         if line.is_file():
             if getattr(line.stat(), "st_flags", 0) & 0x8000:
                 return f"{line} has the hidden flag, so Python skips it: chflags nohidden it"
-            return None
-    return f"omlx_admission.pth is in no site-packages of this Python ({folder})"
+            return f"{line} is there, but was not run (python -S or -I, or PYTHONNOUSERSITE?)"
+    folders = ", ".join(map(str, own))
+    for folder in sys.path:
+        if (Path(folder) / "omlx_admission.pth").is_file():
+            return (
+                f"{folder} is on sys.path by PYTHONPATH or the like: Python runs the .pth "
+                f"lines of its own site folders only ({folders})"
+            )
+    return f"omlx_admission.pth is in no site folder of this Python ({folders})"
 
 
 def as_json(report: Report, switch: str | None) -> dict[str, Any]:

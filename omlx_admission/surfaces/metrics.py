@@ -257,6 +257,13 @@ def _gpu(observer: Observer) -> Iterator[Metric]:
     for fault, count in sorted(counts.items()):
         faults.add_metric([fault], count)
     yield faults
+    replays = exposure["replays"]
+    for name, text, key in (
+        ("mtp_replays", "MTP reconcile replays.", "count"),
+        ("mtp_replayed_tokens", "Committed tokens that were computed again.", "tokens"),
+        ("mtp_replay_seconds", "Time of the replays.", "seconds"),
+    ):
+        yield CounterMetricFamily(_PREFIX + name, text, value=replays[key])
 
 
 def _histogram(

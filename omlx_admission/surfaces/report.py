@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from omlx_admission.gpu.statistics import (
     hours_needed_known_rate,
     poisson_rate,
 )
+from omlx_admission.gpu.watch import advice
 from omlx_admission.hooks.gpu.setting import base_path
 from omlx_admission.surfaces.cli import CommandError
 
@@ -106,6 +108,7 @@ def summarise(lines: Sequence[Line]) -> dict[str, Any]:
             for serialised in (False, True)
             if (count := total.sudden_ends(busy=busy, serialised=serialised))
         ],
+        "advice": None if total.hours(busy=2, serialised=True) else advice(total),
         "hours_across": total.across / 3600.0,
         "exposure": _exposure(total),
         "engines": _engines(total),
@@ -370,6 +373,13 @@ def render(report: dict[str, Any]) -> list[str]:
             names = (found["omlx"] or "?", found["mlx"] or "?", found["os"] or "?")
             out += ["", "  oMLX {}, MLX {}, {}:".format(*names)]
         out += _findings(found)
+    if report["advice"]:
+        out += textwrap.wrap(
+            report["advice"][:1].upper() + report["advice"][1:] + ".",
+            width=96,
+            initial_indent="  ",
+            subsequent_indent="  ",
+        )
     return [
         *out,
         "  All this takes lockups as independent. Retries cluster them, so that the true "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 import urllib.error
@@ -48,14 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _interval(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0.1 to 3600")
     return value
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Follow until interrupted. With ``--once``: exit status 1 where the server needs help."""
+    """Follow until Ctrl-C. With ``--once``: exit status 1 where the server needs help."""
     url = arguments.url.rstrip("/")
     if urlsplit(url).scheme not in ("http", "https"):
         raise CommandError(f"--url {arguments.url}: expected http:// or https://")
@@ -65,9 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once:
         print("\n".join(report(document)))
         return int(not document["health"]["ok"])
-    if sys.stdout.isatty() and (follow := _screen()) is not None:
+    follow = (_screen() if sys.stdout.isatty() else None) or _lines
+    try:
         return follow(document, url, key, arguments.interval)
-    return _lines(document, url, key, arguments.interval)
+    except KeyboardInterrupt:
+        return 0  # as it says on the screen
 
 
 class Unreachable(CommandError):
@@ -126,7 +132,7 @@ def report(document: Document) -> list[str]:
         )
     if queue["omitted"]:
         lines.append(f"  and {queue['omitted']} more")
-    lines += ["", f"GPU turn: {_turn(document)}"]
+    lines += ["", f"GPU turn: {_turn(document)}", *_exposure(document)]
     for refusal in document["refusals"][:5]:
         lines.append(f"refused {_clock(refusal['at'])} {refusal['code']}: {refusal['text']}")
     for swap in document["swaps"][:5]:
@@ -217,6 +223,28 @@ def _turn(document: Document) -> str:
     )
 
 
+def _exposure(document: Document) -> list[str]:
+    """What the GPU did since the server began; nothing where it is not counted."""
+    found = document["exposure"]
+    if found is None:
+        return []
+    lines = [
+        f"GPU: two or more engines busy for {seconds(found['busy_s']['2'])}, "
+        f"{found['lockups']} lockups"
+    ]
+    replays = found["replays"]
+    if replays["count"]:
+        lines.append(
+            f"MTP replays: {replays['count']} of {replays['tokens']} tokens in "
+            f"{seconds(replays['seconds'])}, {replays['failed']} failed"
+        )
+    lines += [
+        f"fault   {_clock(f['at'])} {f['fault']} in {f['engine']}: {f['circumstances']}"
+        for f in found["last_faults"][:5]
+    ]
+    return [*lines, found["advice"]] if found["advice"] else lines
+
+
 def _gb(size: int) -> str:
     # As oMLX prints it.
     return f"{size / 1024**3:.2f} GB"
@@ -301,6 +329,7 @@ def screen(document: Document, problem: str | None) -> RenderableType:
     else:
         parts.append(Text("No request waits."))
     parts += [Text(""), Text(f"GPU turn: {_turn(document)}")]
+    parts += [Text(text) for text in _exposure(document)]
     for refusal in document["refusals"][:3]:
         text = f"refused {_clock(refusal['at'])} {refusal['code']}: {refusal['text']}"
         parts.append(Text(text, style="bright_black"))

@@ -16,11 +16,12 @@ from omlx_admission.gpu import exposure_file
 from omlx_admission.gpu.exposure_file import Versions
 from omlx_admission.gpu.exposure_recorder import ExposureRecorder
 from omlx_admission.gpu.faults import GpuFault
-from omlx_admission.gpu.watch import GpuFaultError, Watch, watch
+from omlx_admission.gpu.watch import ADVICE, GpuFaultError, Watch, watch
 from omlx_admission.gpu_turn import sites
 from omlx_admission.gpu_turn import turn as gpu_turn
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.gpu import watch as gpu_watch
+from omlx_admission.hooks.server import surface_sections
 
 from .conftest import run, until
 from .gpu_rig import Bench, Gate, a_request, fail, installed
@@ -275,6 +276,31 @@ async def test_omlx_own_errors_pass_as_they_are(bench: Bench) -> None:
     assert watch.faults == {}
 
 
+@exposure_only()
+async def test_the_first_lockup_beside_another_engine_says_what_can_be_set(
+    bench: Bench, recorder: ExposureRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = bench.core("a"), bench.core("b")
+    a.scheduler.add_request(a_request())
+    for text in (VICTIM, HANG):
+        a.scheduler.script.append(fail(text))
+        with pytest.raises(GpuFaultError):
+            a._step_burst()
+    assert "OMLX_SERIALIZE_ENGINE_GPU" not in caplog.text, "it was alone"
+    watch.faults.clear()
+    b.scheduler.add_request(a_request())
+    b._step_burst()
+    for _ in range(2):
+        a.scheduler.script.append(fail(HANG))
+        with pytest.raises(GpuFaultError):
+            a._step_burst()
+    await bench.aclose()
+    said = [r.getMessage() for r in caplog.records if ADVICE in r.getMessage()]
+    assert len(said) == 1, "once"
+    found = surface_sections.exposure_section(recorder.totals())
+    assert found["advice"] == ADVICE
+
+
 HASH = "/hub/models--mlx-community--Qwen3-8B-4bit/snapshots/3f1c9a2be77d4b0d9d3c2a6d"
 
 
@@ -314,9 +340,7 @@ def test_g3_a_path_is_called_by_its_last_part(path: str, name: str) -> None:
     "bench", [{"serialize_engine_gpu": True, "exit_on_gpu_stuck": True}], indirect=True
 )
 async def test_g9_a_stuck_turn_ends_the_process_where_that_is_wanted(
-    bench: Bench,
-    recorder: ExposureRecorder,
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench, recorder: ExposureRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import omlx.utils.fatal as fatal
 
@@ -325,7 +349,6 @@ async def test_g9_a_stuck_turn_ends_the_process_where_that_is_wanted(
     turn = gpu_turn.current
     assert turn is not None
     turn.limit_s = 0.05
-
     a, b = bench.core("a"), bench.core("b")
     gate = Gate()
     a.scheduler.script.append(gate)
@@ -337,6 +360,7 @@ async def test_g9_a_stuck_turn_ends_the_process_where_that_is_wanted(
         await bench.generate(b)
     gate.open()
     await for_a
+    await bench.aclose()
     assert reasons[0].startswith("the GPU turn is stuck ('b' waited")
     assert recorder._thread is None, "what was counted is on disk"
 

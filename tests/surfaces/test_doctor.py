@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ import standin
 from omlx_admission.hooks.patching import bodies, gate
 from omlx_admission.surfaces import cli
 from tests.hooks.drift import Edit, drifted
+
+PACKAGE = Path(cli.__file__).parents[1]
 
 Doctor = Callable[..., tuple[int, str]]
 
@@ -159,3 +164,48 @@ def test_a_body_that_no_release_had_is_named(
     _, shown = doctor(standin.PATH, "--json")
     assert json.loads(shown)["never_run"] == []
     assert "never run" not in doctor(standin.PATH)[1]
+
+
+PROGRAM = """
+import sys
+sys.path += {path!r}
+from omlx_admission.surfaces import doctor
+print(doctor.switch_problem())
+"""
+
+
+def switched(*flags: str, path: Sequence[str], **environment: str) -> str:
+    """What a Python with ``flags`` says of the line that switches the package on."""
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", PROGRAM.format(path=list(path))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_a_line_that_no_python_ran_switches_nothing_on(tmp_path: Path) -> None:
+    """The package arrives by PYTHONPATH, in a folder that is called as Python's own are."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "omlx_admission.pth").write_text("import omlx_admission._startup\n")
+    (folder / "omlx_admission").symlink_to(PACKAGE)
+    said = switched("-S", path=sys.path, PYTHONPATH=str(folder))
+    assert said.startswith(f"{folder} is on sys.path by PYTHONPATH")
+    said = switched("-S", path=[*map(str, (PACKAGE.parent,)), *sys.path], PYTHONPATH="")
+    assert "omlx_admission.pth" in said
+
+
+def test_a_line_that_ran_is_what_switches_it_on() -> None:
+    program = "import omlx_admission._startup as s; s.main()" + PROGRAM.format(path=[])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "None", done.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m omlx_admission.surfaces.cli doctor --needs | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("omlx-admission ")
+    assert done.stderr == ""

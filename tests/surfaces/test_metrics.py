@@ -49,6 +49,7 @@ def everything() -> Sample:
             {"fault": "hang", "engine": "a", "count": 1},
             {"fault": "hang", "engine": "b", "count": 2},
         ],
+        "replays": {"count": 2, "tokens": 222_000, "seconds": 240.0, "failed": 1},
     }
     seen.register_section("exposure", lambda: exposure)
     return sample
@@ -149,6 +150,9 @@ def test_the_values_are_the_observers() -> None:
     assert one("gpu_overlap_seconds_total") == 3.5
     assert one("gpu_busy_seconds_total", engines="1") == 2.0
     assert one("gpu_faults_total", fault="hang") == 3
+    assert one("mtp_replays_total") == 2
+    assert one("mtp_replayed_tokens_total") == 222_000
+    assert one("mtp_replay_seconds_total") == 240.0
     assert one("healthy") == 1
     assert one("build_info", version=metrics.__version__, omlx="0.6.3") == 1
 

@@ -117,6 +117,7 @@ def test_the_page_shows_them(ledger: Path, capsys: pytest.CaptureFixture[str]) -
         "1 of them did not end in good order",
         "macOS 26.1 arm64",
         "InnocentVictim",
+        "OMLX_SERIALIZE_ENGINE_GPU=1",
     ):
         assert part in text
     rows = [" ".join(line.split()) for line in text.splitlines()]
@@ -139,6 +140,7 @@ def test_hours_already_served_are_taken_off(
     assert found["needed"]["p_0.01"]["still"] == pytest.approx(1.6, abs=0.05)
     assert found["chance_if_turns_changed_nothing"] == pytest.approx((6.9 / 9.9) ** 9)
     text = page(capsys, "--file", ledger)
+    assert "OMLX_SERIALIZE_ENGINE_GPU" not in text, "it is on"
     assert "0.0 h, of 2.7 h in all (shown)" in text
     assert "p = 0.039" in text
 

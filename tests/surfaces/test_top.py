@@ -120,14 +120,14 @@ def test_without_a_terminal_only_what_changed_is_printed(
     drain_later["at"] += 5
     server.give(document(drain), drain_later, (503, b""), (503, b""), document(load))
     monkeypatch.setattr(top.time, "sleep", sleeper(4))
-    assert call("--url", server.url) == 130
+    assert call("--url", server.url) == 0
     out = capsys.readouterr()
     lines = out.out.splitlines()
     assert len(lines) == 3, lines
     assert "a=draining  waiting 4 (b 3, a 1)" in lines[0]
     assert "answered 503; trying again" in lines[1]
     assert "b=loading  waiting 4" in lines[2]
-    assert out.err.strip() == "omlx-admission top: interrupted"
+    assert out.err == "", "as it says, Ctrl-C ends it"
 
 
 def screen(sample: Sample, note: str | None) -> str:
@@ -165,7 +165,7 @@ def test_without_rich_a_terminal_gets_lines_too(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr(top.time, "sleep", sleeper(0))
     server.give(document(draining()))
-    assert call("--url", server.url) == 130
+    assert call("--url", server.url) == 0
     assert "waiting 4" in capsys.readouterr().out
 
 
@@ -183,6 +183,39 @@ def test_the_gpu_turn_in_words() -> None:
     assert "GPU turn: a (decode burst) for 2.0 s, STUCK; waiting: b, c" in top.report(shown)
     turn["holder"] = None
     assert "GPU turn: free" in top.report(shown)
+
+
+def test_faults_and_replays_of_the_gpu_are_shown() -> None:
+    shown = document(draining())
+    shown["exposure"] = {
+        "busy_s": {"0": 1.0, "1": 2.0, "2": 7200.0},
+        "overlap_serialised_s": 0.0,
+        "lockups": 2,
+        "advice": "what may help",
+        "faults": [],
+        "last_faults": [
+            {"at": 0.0, "engine": "glm", "fault": "Hang", "circumstances": "busy: glm, qwen"}
+        ],
+        "replays": {"count": 2, "tokens": 222_000, "seconds": 240.0, "failed": 1},
+    }
+    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(top.screen(shown, None))
+    for lines in ("\n".join(top.report(shown)), console.export_text()):
+        assert "GPU: two or more engines busy for 2 h, 2 lockups" in lines
+        assert "MTP replays: 2 of 222000 tokens in 4 min 0 s, 1 failed" in lines
+        assert "Hang in glm: busy: glm, qwen" in lines
+        assert "what may help" in lines
+
+
+@pytest.mark.parametrize("interval", ["abc", "0", "nan", "99999"])
+def test_an_interval_that_is_none_says_what_is_allowed(
+    interval: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call("--interval", interval)
+    assert ended.value.code == 2
+    assert f"{interval} is not a number from 0.1 to 3600" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["option", "variable"])

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from omlx_admission.gpu.exposure import Record
-from omlx_admission.gpu.watch import watch
+from omlx_admission.gpu.watch import advice, watch
 from omlx_admission.hooks.gpu import native as gpu_native
 from omlx_admission.observation.observe import Observer, Problem
 
@@ -112,6 +112,7 @@ def exposure_section(record: Record) -> dict[str, Any]:
         "busy_s": {engines: round(seconds, 3) for engines, seconds in busy.items()},
         "overlap_serialised_s": round(serialised, 3),
         "lockups": sum(record.lockups.values()),
+        "advice": advice(record),
         "faults": [
             {"fault": fault, "engine": engine, "count": count}
             for (fault, engine), count in sorted(_faults(record).items())
