@@ -92,12 +92,12 @@ def switch_problem() -> str | None:
                 return f"{line} has the hidden flag, so Python skips it: chflags nohidden it"
             return f"{line} is there, but was not run (python -S or -I, or PYTHONNOUSERSITE?)"
     folders = ", ".join(map(str, own))
-    for folder in sys.path:
-        if (Path(folder) / "omlx_admission.pth").is_file():
-            return (
-                f"{folder} is on sys.path by PYTHONPATH or the like: Python runs the .pth "
-                f"lines of its own site folders only ({folders})"
-            )
+    home = Path(__file__).parents[2]
+    if (home / "omlx_admission.pth").is_file():
+        return (
+            f"the package lies in {home} (by PYTHONPATH?), and Python runs the .pth lines of "
+            f"its own site folders only ({folders})"
+        )
     return f"omlx_admission.pth is in no site folder of this Python ({folders})"
 
 
@@ -134,8 +134,8 @@ def as_json(report: Report, switch: str | None) -> dict[str, Any]:
         ],
         "never_run": _never_run(report, source),
         "gpu_sites": [
-            {"name": site.name, "covered": site.covered, "note": site.note}
-            for site in _sites(source)
+            {"name": place.name, "covered": place.covered, "note": place.note}
+            for place in _sites(source)
         ],
     }
 
@@ -195,9 +195,9 @@ def _site_lines(report: Report, source: gate.Source | None) -> list[str]:
     if state == State.NATIVE.value:
         return ["", "GPU turn        native: this oMLX takes it where it wants"]
     lines = ["", f"GPU turn        {state}; the places where oMLX submits GPU work:"]
-    for site in _sites(source):
-        mark = "covered" if site.covered else "not covered"
-        lines.append(f"  {site.name:<24} {mark:<11}  {site.note}")
+    for place in _sites(source):
+        mark = "covered" if place.covered else "not covered"
+        lines.append(f"  {place.name:<24} {mark:<11}  {place.note}")
     return lines
 
 
