@@ -369,6 +369,110 @@ def test_it_fits_a_phone_and_can_be_read_in_both_colours(
         assert ratio >= 4.5, f"{selector}: {ratio:.2f}"
 
 
+#: How often what is shown was drawn anew.
+DRAWN = """if (!window.drawn) { window.drawn = 0; const plain = draw;
+    draw = () => { plain(); window.drawn += 1; }; } return window.drawn"""
+SELECT = """const cell = document.querySelector(arguments[0]);
+    getSelection().selectAllChildren(cell); return getSelection().toString()"""
+
+
+def test_what_is_selected_and_pointed_at_stays(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve(load_s=1.0)
+    page.open(f"{server.url}/admission")
+    shows(page, "link", "live")
+    client = Client(server.url)
+    asyncio.run(client.chat("x", headers={"X-Request-ID": "the-refused-one"}))
+    asyncio.run(client.chat("a"))
+    shows(page, "refusals", "the-refused-one")
+    shows(page, "now", "a is loaded")
+    selected = page.run(SELECT, "#refusals tbody tr td:last-child")
+    assert selected == "the-refused-one"
+    page.run("window.band = document.querySelector('#line svg .f-resident')")
+    before = page.run(DRAWN)
+    # A row comes in front of it, a model's state changes.
+    asyncio.run(client.chat("x", headers={"X-Request-ID": "another"}))
+    asyncio.run(client.chat("b"))
+    shows(page, "refusals", "another")
+    shows(page, "now", "b is loaded")
+    page.until(f"{DRAWN.replace('return window.drawn', '')} return window.drawn > {before + 2}")
+    assert page.run("return getSelection().toString()") == "the-refused-one"
+    assert page.run("return window.band.isConnected"), "its tooltip stays"
+    rows = (
+        "return [...document.querySelectorAll('#refusals tbody tr')]"
+        ".map(r => r.lastChild.innerText)"
+    )
+    assert page.run(rows) == ["another", "the-refused-one"]
+    widths = "return [...document.querySelectorAll('#bar div')].map(d => d.style.flexBasis)"
+    assert all(width.endswith("%") for width in page.run(widths))
+
+
+def test_it_can_be_paused(serve: Callable[..., Server], page: chromium.Browser) -> None:
+    server = serve()
+    page.open(f"{server.url}/admission")
+    shows(page, "link", "live")
+    page.run("document.getElementById('pause').click()")
+    shows(page, "link", "paused")
+    asyncio.run(Client(server.url).chat("a"))
+    before = page.run(ASKED)
+    other = page.tab()
+    page.open(f"{server.url}/admission")
+    page.until(f"{ASKED} >= 3")
+    shows(page, "now", "a is loaded")
+    page.go_to(page.tabs()[-2] if page.tabs()[-1] == other else page.tabs()[-1])
+    assert page.run(ASKED) <= before + 1
+    assert "No model is loaded" in page.text("now")
+    assert page.run("return document.getElementById('pause').getAttribute('aria-pressed')") == (
+        "true"
+    )
+    page.run("document.getElementById('pause').click()")
+    shows(page, "now", "a is loaded")
+    shows(page, "link", "live")
+
+
+FAULTS = """const exposure = {busy_s: {"0": 0, "1": 5, "2": 7200}, lockups: 2,
+    advice: "what may help", faults: [], replays: {count: 2, tokens: 222000, seconds: 240,
+    failed: 1}, last_faults: [{at: 1, engine: "glm", fault: "Hang",
+    circumstances: "busy: glm, qwen"}]};
+    paused = true; doc.exposure = exposure; draw()"""
+TURN = """paused = true; doc.features.find(f => f.name === "gpu_turn").state = arguments[0];
+    doc.features.find(f => f.name === "gpu_turn").reasons = ["a reason"]; draw()"""
+
+
+def test_faults_and_replays_of_the_gpu_are_shown(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve()
+    page.open(f"{server.url}/admission")
+    shows(page, "link", "live")
+    assert page.text("turn") == "Engines do not take turns on the GPU."
+    shows(page, "sites-n", "the turn would cover")
+    page.run(FAULTS)
+    assert page.text("exposure").startswith("Since the start two or more engines were busy for")
+    assert "2 h; 2 lockups. MTP computed 222000 tokens again in 2 replays" in page.text(
+        "exposure"
+    )
+    assert page.text("advice") == "What may help."
+    assert "Hang" in page.text("faults") and "busy: glm, qwen" in page.text("faults")
+    page.run(TURN, "refused")
+    assert (
+        page.text("turn") == "Engines take no turns on the GPU; the turn is refused: a reason."
+    )
+
+
+def test_what_the_server_answers_is_told(
+    serve: Callable[..., Server], page: chromium.Browser
+) -> None:
+    server = serve()
+    page.open(f"{server.url}/admission")
+    shows(page, "link", "live")
+    page.run("window.fetch = async () => new Response('', {status: 503})")
+    shows(page, "link", "The server answers 503; trying again")
+    page.run("window.fetch = async () => new Response('', {status: 404})")
+    shows(page, "link", "has no omlx-admission")
+
+
 #: WCAG contrast of an element's text with the nearest background below it.
 CONTRAST = """
 const node = document.querySelector(arguments[0]);
