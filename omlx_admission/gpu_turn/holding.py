@@ -8,6 +8,7 @@ another stream, or none, on any other). An error there is the holder's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import threading
@@ -173,10 +174,15 @@ def held(
 
 
 def yield_turn() -> None:
-    """Between two steps of long work: let those who wait have their turn first."""
+    """Between two steps of long work: let those who wait have their turn first.
+
+    Work whose engine closes meanwhile goes on without the turn: it stops where it looks
+    for that itself, and the teardown waits for it.
+    """
     now: _Current | None = getattr(_local, "current", None)
     if now is not None:
-        now.hold.yield_turn(now.drain)
+        with contextlib.suppress(TurnAbandoned):
+            now.hold.yield_turn(now.drain)
 
 
 class YieldingIterator:

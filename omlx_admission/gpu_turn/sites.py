@@ -46,7 +46,11 @@ class Site:
 BURST = Site(
     "decode burst",
     "one burst a turn: decode, prefill chunks, MTP, prefix restore and what else a "
-    "scheduler step does; an unchunked prefill is one turn",
+    "scheduler step does",
+)
+PROMPT = Site(
+    "prompt in one step",
+    "others get their turn between two chunks, of a draft model's scoring too",
 )
 CLEAN_UP = Site(
     "failure clean-up",
@@ -217,6 +221,22 @@ def burst(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
             # No request is left to be told.
             logger.warning("Draining '%s' failed: %s", state.name, failed)
     return outputs
+
+
+def progress(wrapped: Any, _scheduler: Any, args: Any, kwargs: Any) -> Any:
+    """Told between two chunks of a prompt that is prefilled within one step, where all of
+    the chunk is computed: others get their turn."""
+    result = wrapped(*args, **kwargs)
+    holding.yield_turn()
+    return result
+
+
+def draft_progress(wrapped: Any, _tracker: Any, args: Any, kwargs: Any) -> Any:
+    """The same of a prompt that a draft model scores or that is prefilled in part."""
+    result = wrapped(*args, **kwargs)
+    if str(kwargs.get("phase")).startswith("specprefill"):
+        holding.yield_turn()
+    return result
 
 
 def clean_up(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:

@@ -108,11 +108,19 @@ class _Ticket:
 class Hold:
     """A turn being held; give it back once, on the thread that took it."""
 
-    __slots__ = ("_ticket", "_turn")
+    __slots__ = ("_alive", "_closing", "_ticket", "_turn")
 
-    def __init__(self, turn: GpuTurn, ticket: _Ticket) -> None:
+    def __init__(
+        self,
+        turn: GpuTurn,
+        ticket: _Ticket,
+        alive: Callable[[], None] | None = None,
+        closing: Callable[[], bool] | None = None,
+    ) -> None:
         self._turn = turn
         self._ticket: _Ticket | None = ticket
+        self._alive = alive
+        self._closing = closing
 
     def release(self) -> None:
         """Hand the turn to the next waiter. Never raises; a second call does nothing."""
@@ -128,6 +136,7 @@ class Hold:
         the turn is kept, for the holder's own clean-up.
 
         Raises:
+            TurnAbandoned: the engine closes meanwhile; the hold is over.
             TurnTimeout: it did not come back within the limit; the hold is over.
         """
         ticket = self._ticket
@@ -136,7 +145,7 @@ class Hold:
         drain()
         again = self._turn._again(ticket)
         self._ticket = None
-        self._ticket = self._turn._obtain(again, None, None, self._turn.limit_s)
+        self._ticket = self._turn._obtain(again, self._alive, self._closing, self._turn.limit_s)
 
 
 @dataclass(frozen=True)
@@ -226,7 +235,8 @@ class GpuTurn:
             return Hold(self, holder)
         ticket = _Ticket(name, site, owner, self._clock())
         limit = self.limit_s if limit_s is None else limit_s
-        return Hold(self, self._obtain(ticket, alive, closing, limit))
+        ticket = self._obtain(ticket, alive, closing, limit)
+        return Hold(self, ticket, alive, closing)
 
     def abandon(self, owner: Hashable) -> int:
         """End every wait of ``owner`` now. Returns how many; the holder is not touched."""

@@ -60,9 +60,18 @@ def engine_core(module: Code) -> Code:
 
 
 def scheduler(module: Code) -> Code:
-    """Clean-up after an error."""
+    """Clean-up after an error, and a prompt's chunks within one step."""
     module = decorate(module, "Scheduler.fail_all_requests", "gpu_turn.clean_up")
+    module = decorate(module, "Scheduler._on_prompt_progress", "gpu_turn.progress")
     return _imported(module, ".")
+
+
+def specprefill(module: Code) -> Code:
+    """A draft model's chunks, and those of the prompt that it has thinned out."""
+    for name in ("_prefill_draft", "sparse_prefill"):
+        pause = "gpu_turn.yield_turn()"
+        module = nested.insert_beside(module, name, "mx.clear_cache()", pause)
+    return _imported(module, "..")
 
 
 def decode_activity(module: Code) -> Code:
@@ -197,6 +206,7 @@ hands over. Off by default; off, nothing is taken.
         "server.py": server,
         "engine_core.py": engine_core,
         "scheduler.py": scheduler,
+        "patches/specprefill.py": specprefill,
         "models/embedding.py": embedding,
         "models/reranker.py": reranker,
         "engine/tts.py": _hands_over(text_to_speech),
@@ -205,7 +215,7 @@ hands over. Off by default; off, nothing is taken.
         "engine/vlm.py": _hands_over(vlm),
         "engine/dflash.py": dflash,
     },
-    optional=frozenset({"engine/dflash.py"}),
+    optional=frozenset({"engine/dflash.py", "patches/specprefill.py"}),
     test_edits={"test_settings.py": test_settings},
     modules={
         **package.copied("gpu_turn"),

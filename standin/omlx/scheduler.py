@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -243,10 +244,13 @@ class Scheduler:
             output.num_scheduled_tokens += request.num_prompt_tokens
             request.status = RequestStatus.RUNNING
             sequence = Sequence(self.model, self.tokenizer, request, self._stream)
-            sequence.prefill(self.config.prefill_step_size)
+            sequence.prefill(self.config.prefill_step_size, self._on_prompt_progress)
             self.running[request.request_id] = request
             self._sequences[request.request_id] = sequence
             self._kv_bytes_per_token = self._kv_bytes_per_token or sequence.bytes_per_token()
+
+    def _on_prompt_progress(self, updates: list[tuple[int, int, int]]) -> None:
+        """Told after each chunk of a prompt: (uid, processed, total)."""
 
     def _rejection(self, request: Request, needed: PrefillEvictionRequest) -> RequestOutput:
         return RequestOutput(
@@ -308,14 +312,17 @@ class Sequence:
         seed = request.sampling_params.seed
         self._seed = time.monotonic_ns() if seed is None else seed
 
-    def prefill(self, chunk: int) -> None:
+    def prefill(
+        self, chunk: int, progress: Callable[[list[tuple[int, int, int]]], None]
+    ) -> None:
         """Run the prompt, ``chunk`` tokens at a time, and submit the first token."""
         tokens = self._request.prompt_token_ids or [0]
-        with mx.stream(self._stream):
-            for start in range(0, len(tokens) - 1, chunk):
-                part = tokens[start : min(start + chunk, len(tokens) - 1)]
+        for start in range(0, len(tokens) - 1, chunk):
+            part = tokens[start : min(start + chunk, len(tokens) - 1)]
+            with mx.stream(self._stream):
                 self._model(mx.array([part]), cache=self._cache)
                 mx.eval([layer.state for layer in self._cache])
+            progress([(0, start + len(part), len(tokens))])
         self._submit(mx.array([tokens[-1]]))
 
     def advance(self) -> RequestOutput:

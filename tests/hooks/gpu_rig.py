@@ -59,6 +59,7 @@ def fake_scheduler(scheduler_module: Any) -> type:
             self._specprefill_draft_model = None
             self.script: deque[Callable[[], None]] = deque()
             self.steps = 0
+            self.progress: list[list[tuple[int, int, int]]] = []
             self._decode_activity_key = f"fake:{id(self):x}"
 
         def add_request(self, request: Any) -> None:
@@ -99,6 +100,9 @@ def fake_scheduler(scheduler_module: Any) -> type:
                 if done:
                     del self.running[request_id], self.requests[request_id]
             return output
+
+        def _on_prompt_progress(self, updates: list[tuple[int, int, int]]) -> None:
+            self.progress.append(updates)
 
         def fail_all_requests(self) -> list[str]:
             failed = list(self.requests)

@@ -263,6 +263,140 @@ async def test_a_wait_beyond_the_limit_fails_the_requests_and_says_who_held_the_
     await for_a
 
 
+class TestPrompt:
+    """A prompt that is prefilled in one step is one turn a chunk."""
+
+    @staticmethod
+    def prompt(core: Any, log: list[str], after_first: Callable[[], None]) -> None:
+        """The next step of ``core`` is a prompt of three chunks."""
+
+        def step() -> None:
+            for chunk in range(3):
+                log.append(f"chunk {chunk}")
+                if chunk == 0:
+                    after_first()
+                core.scheduler._on_prompt_progress([(0, chunk + 1, 3)])
+
+        core.scheduler.script.append(step)
+
+    def test_a1_others_get_their_turn_between_two_chunks(
+        self, bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        log: list[str] = []
+        drains: list[str] = []
+
+        async def test() -> None:
+            a, b = bench.core("a"), bench.core("b")
+            stock = gpu_hold.drain
+
+            def drain(stream: Any = None, **keywords: Any) -> None:
+                if stream is a.scheduler._stream:
+                    drains.append(log[-1])
+                stock(stream, **keywords)
+
+            monkeypatch.setattr(gpu_hold, "drain", drain)
+            gate = Gate()
+            self.prompt(a, log, gate)
+            b.scheduler.script.append(lambda: log.append("b"))
+            await a.start()
+            await b.start()
+            for_a = bench.ask(a, 1)
+            await gate.until_reached()
+            for_b = bench.ask(b, 1)
+            await waits(turn, "b")
+            gate.open()
+            await asyncio.gather(for_a, for_b)
+            assert a.scheduler.progress == [[(0, n, 3)] for n in (1, 2, 3)]
+
+        scenario(bench, test)
+        assert log == ["chunk 0", "b", "chunk 1", "chunk 2"]
+        # The GPU is idle when it is handed over in the middle, too.
+        assert drains == ["chunk 0", "chunk 2"]
+
+    @pytest.mark.parametrize("how", ["stop", "close"])
+    def test_a1_an_engine_that_closes_in_the_middle_waits_no_longer(
+        self,
+        bench: Bench,
+        turn: gpu_turn.GpuTurn,
+        monkeypatch: pytest.MonkeyPatch,
+        how: str,
+    ) -> None:
+        monkeypatch.setattr(gpu_turn, "LOOK_S", 2.0)
+        log: list[str] = []
+
+        async def test() -> None:
+            a, b = bench.core("a"), bench.core("b")
+            gate, holds = Gate(), Gate()
+            self.prompt(a, log, gate)
+            b.scheduler.script.append(holds)
+            await a.start()
+            await b.start()
+            for_a = bench.ask(a, 1)
+            await gate.until_reached()
+            for_b = bench.ask(b, 1)
+            await waits(turn, "b")
+            gate.open()
+            await holds.until_reached()
+            await waits(turn, "a")
+            if how == "stop":
+                await a.stop()
+            a.close()  # blocks the loop: it returns although b still holds
+            assert log == ["chunk 0", "chunk 1", "chunk 2"]
+            assert turn.snapshot().holder == "b"
+            for_a.cancel()
+            holds.open()
+            await for_b
+
+        scenario(bench, test)
+
+    def test_a1_an_error_of_the_drain_in_the_middle_is_the_prompts(
+        self, bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        failed: list[tuple[str, str | None]] = []
+
+        async def test() -> None:
+            a, b = bench.core("a"), bench.core("b")
+            stock = gpu_hold.drain
+
+            def drain(stream: Any = None, **keywords: Any) -> None:
+                if stream is a.scheduler._stream and not failed:
+                    failed.append(("in the middle", turn.snapshot().holder))
+                    raise RuntimeError("of the drain")
+                stock(stream, **keywords)
+
+            monkeypatch.setattr(gpu_hold, "drain", drain)
+            gate = Gate()
+            self.prompt(a, [], gate)
+            await a.start()
+            await b.start()
+            for_a = bench.ask(a, 1)
+            await gate.until_reached()
+            for_b = bench.ask(b, 1)
+            await waits(turn, "b")
+            gate.open()
+            with pytest.raises(RuntimeError, match="of the drain"):
+                await for_a
+            assert (await for_b).completion_tokens == 1
+
+        scenario(bench, test)
+        assert failed == [("in the middle", "a")]
+
+    def test_a1_the_chunks_of_a_draft_model_are_such_too(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = pytest.importorskip("omlx.prefill_progress", reason="not in this oMLX")
+        handed: list[str] = []
+        tracker = module.PrefillProgressTracker()
+        with installed("omlx.prefill_progress", serialize_engine_gpu=True):
+            for phase in ("specprefill_scoring", "specprefill_sparse", "prefill"):
+                monkeypatch.setattr(gpu_hold, "yield_turn", lambda p=phase: handed.append(p))
+                tracker.update("r", 1, 3, "m", phase=phase)
+            # What the chunks of a prompt in several steps tell is no place to wait at:
+            # oMLX takes the time of such a chunk for what others are owed.
+            tracker.update("r", 2, 3, "m")
+        assert handed == ["specprefill_scoring", "specprefill_sparse"]
+
+
 class TestClosing:
     """`close` blocks the event loop: whoever waits on the engine's thread must leave."""
 

@@ -3,8 +3,10 @@
 ``python gpu_server.py PLAN serve ...`` as `standin.launch`. From
 the moment the file named by ``GPU_FAILS`` is there, every synchronise (with ``GPU_WHERE``
 ``work``: every evaluation) raises its text as MLX does. ``GPU_SPANS`` names the file for
-one JSON line per burst or embedding: model, start, end (seconds of the monotonic clock),
-its work in flight included.
+one JSON line per burst, chunk of a prompt within one, or embedding: model, start, end
+(seconds of the monotonic clock), its work in flight included. With ``GPU_PROMPTS`` a
+prompt's chunks are of 64 tokens, and the first chunk of a prompt of model ``a`` makes that
+folder and lasts until it holds a file ``go``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import functools
 import importlib.machinery
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -39,9 +42,28 @@ def _failing(stock: Any) -> Any:
 def _record(path: str) -> None:
     lock = threading.Lock()
     file = Path(path).open("a", buffering=1)  # noqa: SIM115 - it ends with the process
+    now = threading.local()
+
+    def write(name: str) -> None:
+        with lock:
+            line = [Path(name).name, now.start, time.monotonic()]
+            file.write(json.dumps(line) + "\n")
+
+    def chunk_ends(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        _stock(scheduler._stream)
+        _stop_at_first(now.name)
+        write(now.name)
+        return result
+
+    def next_begins(wrapped: Any, _scheduler: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        now.start = time.monotonic()
+        return result
 
     def work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        start = time.monotonic()
+        now.start = time.monotonic()
+        now.name = getattr(getattr(instance, "config", None), "model_name", "")
         result = wrapped(*args, **kwargs)
         scheduler = getattr(instance, "scheduler", None)
         if scheduler is not None:
@@ -52,21 +74,48 @@ def _record(path: str) -> None:
         else:
             name = instance.model_name
         _stock()
-        with lock:
-            line = [Path(name).name, start, time.monotonic()]
-            file.write(json.dumps(line) + "\n")
+        write(name)
         return result
 
-    def wrap(name: str) -> Any:
-        return lambda module: wrapt.wrap_function_wrapper(module, name, work)
+    def wrap(name: str, wrapper: Any = work) -> Any:
+        return lambda module: wrapt.wrap_function_wrapper(module, name, wrapper)
+
+    progress = "Scheduler._on_prompt_progress"
 
     # Innermost: before omlx-admission's own hooks, and before an oMLX that takes turns by
     # itself decorates its methods.
     if _takes_turns_itself():
-        wrapt.register_post_import_hook(lambda m: _inside(m, work), "omlx.gpu_turn")
-        return
-    wrapt.register_post_import_hook(wrap("EngineCore._step_burst"), "omlx.engine_core")
-    wrapt.register_post_import_hook(wrap("MLXEmbeddingModel.embed"), "omlx.models.embedding")
+        inside = lambda module: _inside(module, work, chunk_ends)  # noqa: E731
+        wrapt.register_post_import_hook(inside, "omlx.gpu_turn")
+    else:
+        wrapt.register_post_import_hook(wrap("EngineCore._step_burst"), "omlx.engine_core")
+        wrapt.register_post_import_hook(
+            wrap("MLXEmbeddingModel.embed"), "omlx.models.embedding"
+        )
+        wrapt.register_post_import_hook(wrap(progress, chunk_ends), "omlx.scheduler")
+    # Outermost: after them.
+    wrapt.register_post_import_hook(
+        lambda _server: wrap(progress, next_begins)(sys.modules["omlx.scheduler"]),
+        "omlx.server",
+    )
+
+
+def _stop_at_first(name: str) -> None:
+    stop = os.environ.get("GPU_PROMPTS")
+    if stop and Path(name).name == "a" and not Path(stop).exists():
+        Path(stop).mkdir()
+        for _ in range(3000):
+            if Path(stop, "go").exists():
+                return
+            time.sleep(0.01)
+
+
+def _small_chunks(module: Any) -> None:
+    def init(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        scheduler.config.prefill_step_size = 64
+
+    wrapt.wrap_function_wrapper(module, "Scheduler.__init__", init)
 
 
 def _takes_turns_itself() -> bool:
@@ -76,9 +125,10 @@ def _takes_turns_itself() -> bool:
     return any((Path(place) / "gpu_turn").is_dir() for place in places or ())
 
 
-def _inside(gpu_turn: Any, work: Any) -> None:
+def _inside(gpu_turn: Any, work: Any, chunk_ends: Any) -> None:
     """Make its decorators wrap what is written down instead of the bare method."""
-    burst, embedding = gpu_turn.burst, gpu_turn.embedding
+    burst, embedding, progress = gpu_turn.burst, gpu_turn.embedding, gpu_turn.progress
+    gpu_turn.progress = lambda method: progress(_written(method, chunk_ends))
     gpu_turn.burst = lambda method: burst(_written(method, work))
     gpu_turn.embedding = lambda method: embedding(_written(method, work))
 
@@ -98,4 +148,6 @@ if __name__ == "__main__":
         mx.synchronize = _failing(mx.synchronize)
     if spans := os.environ.get("GPU_SPANS"):
         _record(spans)
+    if os.environ.get("GPU_PROMPTS"):
+        wrapt.register_post_import_hook(_small_chunks, "omlx.scheduler")
     launch.main()

@@ -139,6 +139,49 @@ def test_nobody_is_on_the_gpu_together_and_answers_stay_the_same(
         assert "gpu_lockout" not in features
 
 
+def test_a1_another_model_answers_within_a_long_prompt(
+    gpu_serve: Callable[..., GpuServer], tmp_path: Path, omlx: Omlx
+) -> None:
+    """A long prompt that is prefilled in one step: others have their turn between chunks."""
+    spans, stop = tmp_path / "spans", tmp_path / "stop"
+    server = gpu_serve(
+        OMLX_SERIALIZE_ENGINE_GPU="1", GPU_SPANS=str(spans), GPU_PROMPTS=str(stop)
+    )
+
+    async def waits(client: Client) -> bool:
+        native = takes_turns_itself(omlx)
+        _, status = await client.get("/api/status" if native else "/admission/status")
+        return '"b"' in json.dumps(status["gpu_turn"]["waiting"])
+
+    async def scenario() -> None:
+        client = Client(server.url)
+        assert (await client.chat("b", tokens=2)).ok
+        prompt = chat_body("a", "word " * 300, 2)
+        for_a = asyncio.create_task(client.post("/v1/chat/completions", prompt))
+        for _ in range(2000):
+            if stop.exists():
+                break
+            await asyncio.sleep(0.01)
+        for_b = asyncio.create_task(client.chat("b", tokens=2))
+        for _ in range(2000):
+            if await waits(client):
+                break
+            await asyncio.sleep(0.01)
+        (stop / "go").touch()
+        assert (await for_b).ok
+        assert (await for_a).ok
+
+    asyncio.run(scenario())
+    found = works(spans)
+    assert overlaps(found) == []
+    names = [name for name, _s, _e in sorted(found, key=lambda work: work[1])]
+    prompt = names[names.index("a") :]
+    assert prompt.count("a") > 4, "the prompt was one piece of work"
+    # Whoever waited at the end of the first chunk came right after it; oMLX's first step for
+    # a request may be no GPU work yet.
+    assert "b" in prompt[:4]
+
+
 def test_without_the_turn_they_are_and_nothing_of_it_is_wrapped(
     gpu_serve: Callable[..., GpuServer], tmp_path: Path
 ) -> None:

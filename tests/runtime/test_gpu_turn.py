@@ -527,6 +527,40 @@ class TestBreathing:
         b.has_it(for_b)
         b.release()
 
+    @pytest.mark.parametrize("how", ["abandon", "closing"])
+    def test_one_whose_engine_closes_meanwhile_leaves_and_holds_nothing(
+        self, turn: GpuTurn, actors: list[Actor], how: str
+    ) -> None:
+        a, b, c, _ = actors
+        closing = threading.Event()
+        a.ask(closing=closing.is_set).result(PATIENCE_S)
+        for_b = b.ask()
+
+        def pause() -> None:
+            assert a.hold is not None
+            try:
+                a.hold.yield_turn(lambda: None)
+            finally:
+                a.hold.yield_turn(lambda: pytest.fail("it holds nothing"))
+                a.hold.release()
+
+        a.parked.clear()
+        paused = a.do(pause)
+        b.has_it(for_b)
+        assert a.parked.wait(PATIENCE_S)  # it says that it lives, in this wait too
+        if how == "abandon":
+            assert turn.abandon("a") == 1
+        else:
+            closing.set()
+        with pytest.raises(TurnAbandoned):
+            paused.result(PATIENCE_S)
+        for_c = c.ask()
+        assert not for_c.done()
+        b.release()
+        c.has_it(for_c)
+        c.release()
+        assert turn.snapshot().holder is None
+
     def test_one_that_cannot_come_back_holds_nothing(
         self, turn: GpuTurn, actors: list[Actor]
     ) -> None:

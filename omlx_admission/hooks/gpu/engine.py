@@ -17,10 +17,21 @@ CORE = "omlx.engine_core"
 SCHEDULER = "omlx.scheduler"
 VLM = "omlx.engine.vlm"
 ACTIVITY = "omlx.decode_activity"
+TRACKER = "omlx.prefill_progress"
 
 STEP = Need(CORE, "EngineCore._step_burst", Kind.SYNC, (), returns=("list[...]",))
 FAIL_ALL = Need(SCHEDULER, "Scheduler.fail_all_requests", Kind.SYNC, ())
 VISION = Need(VLM, "VLMBatchedEngine._process_chat_messages", Kind.SYNC, optional=True)
+PROGRESS = Need(
+    SCHEDULER, "Scheduler._on_prompt_progress", Kind.SYNC, ("updates",), optional=True
+)
+DRAFT_PROGRESS = Need(
+    TRACKER,
+    "PrefillProgressTracker.update",
+    Kind.SYNC,
+    ("request_id", "processed", "total", "model_id", "phase", "detail", "extra"),
+    optional=True,
+)
 STOP = Need(CORE, "EngineCore.stop", Kind.ASYNC, ())
 CLOSE = Need(CORE, "EngineCore.close", Kind.SYNC, ())
 SCHEDULER_VALUE = Need(CORE, "EngineCore.scheduler", Kind.VALUE, types=("Scheduler",))
@@ -43,6 +54,8 @@ NEEDS = (
     STEP,
     FAIL_ALL,
     VISION,
+    PROGRESS,
+    DRAFT_PROGRESS,
     STOP,
     CLOSE,
     SCHEDULER_VALUE,
@@ -102,8 +115,14 @@ def _is_async(method: Any) -> bool:
 
 
 def apply_scheduler(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
-    """Wrap the scheduler's clean-up."""
+    """Wrap the scheduler's clean-up, and where it is between two chunks of a prompt."""
     ledger.wrap(module, "Scheduler.fail_all_requests", sites.clean_up)
+    ledger.wrap_if_there(module, "Scheduler._on_prompt_progress", sites.progress)
+
+
+def apply_tracker(module: Any, ledger: Ledger, _wanted: Wanted) -> None:
+    """Wrap what a draft model's scoring tells between two of its chunks."""
+    ledger.wrap_if_there(module, "PrefillProgressTracker.update", sites.draft_progress)
 
 
 def apply_vlm(module: Any, ledger: Ledger, _wanted: Wanted) -> None:

@@ -46,6 +46,7 @@ def _covered(site: sites.Site, anchor: Need, jobs: Need | None = None) -> Site:
 
 SITES: tuple[Site, ...] = (
     _covered(sites.BURST, gpu_engine.STEP),
+    _covered(sites.PROMPT, replace(gpu_engine.PROGRESS, optional=False)),
     _covered(sites.CLEAN_UP, gpu_engine.FAIL_ALL),
     _covered(sites.VISION, replace(gpu_engine.VISION, optional=False)),
     _covered(sites.EMBEDDING, gpu_jobs.EMBED, _jobs("embedding", "load", "close")),

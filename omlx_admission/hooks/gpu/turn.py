@@ -14,7 +14,7 @@ from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.settings import Settings
 
 #: A waiter gives up after this many times the limit at which a holder is reported: long
-#: enough for an unchunked prefill of minutes, which older releases run in one step.
+#: enough for work of minutes that offers no step between.
 GIVE_UP_TIMES = 10.0
 GIVE_UP_AT_LEAST_S = 300.0
 
@@ -39,6 +39,7 @@ PARTS = (
     Part(gpu_engine.CORE, apply_turn),
     Part(gpu_engine.CORE, gpu_engine.apply_core),
     Part(gpu_engine.CORE, gpu_shared.apply_core),
+    Part(gpu_engine.TRACKER, gpu_engine.apply_tracker, optional=True),
     Part(gpu_engine.VLM, gpu_engine.apply_vlm, optional=True),
     Part(gpu_jobs.EMBEDDING, gpu_shared.apply_embedding, optional=True),
     Part(gpu_jobs.RERANKER, gpu_shared.apply_reranker, optional=True),

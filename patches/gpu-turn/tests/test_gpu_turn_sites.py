@@ -361,6 +361,34 @@ async def test_a_waiter_goes_on_saying_that_it_decodes(engine, turn):
     await waits
 
 
+async def test_others_have_their_turn_between_two_chunks_of_a_prompt(engine, turn):
+    a, b = await engine("a"), await engine("b")
+    gate = Gate()
+    order = []
+
+    @gpu_turn.progress
+    def progress(_scheduler, _updates):
+        order.append("told")
+
+    def prompt():
+        for chunk in ("one", "two"):
+            order.append(chunk)
+            if chunk == "one":
+                gate()
+            progress(a.scheduler, [])
+
+    a.scheduler.script = [prompt]
+    b.scheduler.script = [lambda: order.append("other")]
+    holds = asyncio.create_task(say(a, 1))
+    await until(gate.reached.is_set)
+    waits = asyncio.create_task(say(b, 1))
+    await until(lambda: turn.snapshot().waiting)
+    gate.go.set()
+    await asyncio.gather(holds, waits)
+    assert order == ["one", "told", "other", "two", "told"]
+    assert hasattr(Scheduler._on_prompt_progress, "__wrapped__")
+
+
 def _real_scheduler():
     tokenizer = MagicMock()
     tokenizer.eos_token_id = 2
