@@ -65,10 +65,7 @@ class RecordedServer(Server):
     def turns(self) -> list[Span]:
         """The turns so far, as the turn tells them, by start."""
         lines = (self.files / "turns").read_text().splitlines()
-        spans = (Span(*json.loads(line)) for line in lines)
-        # A cache clear is the embedder's own: it follows on the same thread.
-        own = (s._replace(name="e") if s.site == "cache clear" else s for s in spans)
-        return sorted(own, key=lambda span: span.start)
+        return sorted((Span(*json.loads(line)) for line in lines), key=lambda s: s.start)
 
 
 @dataclass

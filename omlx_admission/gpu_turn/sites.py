@@ -14,8 +14,8 @@ import concurrent.futures
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,11 @@ CLEAN_UP = Site(
     f"waits at most {holding.OPTIONAL_WAIT_S:.0f} s, then goes on without: clean-up must "
     "happen",
 )
-VISION = Site("vision encoding", "one chat's images and audio a turn")
+VISION = Site(
+    "vision encoding",
+    "one chat's images and audio a turn, from the encoder on: templates, text and the "
+    "decoding of pictures take none",
+)
 KEEP_WARM = Site(
     "keep-warm",
     f"gives way to requests; runs without the turn after {holding.OPTIONAL_WAIT_S:.0f} s",
@@ -67,9 +71,9 @@ RERANKER = Site("reranker", "others get their turn between two forwards")
 TEXT_TO_SPEECH = Site("text to speech", "one chunk of audio a turn", items=("generate",))
 SPEECH_TO_TEXT = Site(
     "speech to text",
-    "streams: one chunk a turn; files: others get their turn between two windows where "
-    "the model decodes window by window (Whisper, Parakeet, Qwen3-ASR), else the whole "
-    "file is one turn",
+    "streams: one chunk a turn, and none where no audio has come; files: others get their "
+    "turn between two windows where the model decodes window by window (Whisper, Parakeet, "
+    "Qwen3-ASR), else the whole file is one turn",
     steps=("decode", "_generate_single_chunk", "decode_chunk"),
 )
 SPEECH_TO_SPEECH = Site(
@@ -254,15 +258,23 @@ def clean_up(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
 
 
 def vision(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-    """Images and audio of a chat are encoded in one turn, on the engine's thread."""
+    """Images and audio of a chat are encoded in one turn, on the engine's thread. What
+    comes before, for chats of text all there is, is done without."""
     core = getattr(getattr(engine, "_engine", None), "engine", None)
     scheduler = getattr(core, "scheduler", None)
     if scheduler is None:
         return wrapped(*args, **kwargs)
+
+    def turn() -> AbstractContextManager[None]:
+        drain = functools.partial(holding.drain, scheduler._stream, modules=True)
+        return _engine_turn(core, scheduler, VISION, drain)
+
+    work = (
+        (engine, ("_compute_vision_features",)),
+        (getattr(engine, "_vlm_model", None), ("get_input_embeddings",)),
+    )
     try:
-        with _engine_turn(
-            core, scheduler, VISION, lambda: holding.drain(scheduler._stream, modules=True)
-        ):
+        with _from_first(work, turn):
             return wrapped(*args, **kwargs)
     except TurnAbandoned:
         name = engine_of(scheduler).name
@@ -293,13 +305,11 @@ def shared(
     name: str,
     call: Callable[[], Any],
     model: Any = None,
-    *,
-    optional: bool = False,
 ) -> Any:
     """Run ``call`` with the turn; where ``model`` has the site's steps, others get their
     turn between them."""
     with (
-        holding.holding(name, site.name, drain_shared, optional=optional),
+        holding.holding(name, site.name, drain_shared),
         _pauses_in(model, site),
     ):
         return call()
@@ -316,27 +326,75 @@ def of_model(site: Site) -> Callable[[Any, Any, Any, Any], Any]:
     return wrapper
 
 
+def poll(wrapped: Any, backend: Any, args: Any, kwargs: Any, name: str | None = None) -> Any:
+    """A look of a realtime transcription whether audio has come: the turn only if so."""
+    site = SPEECH_TO_TEXT
+    work: tuple[Any, tuple[str, ...]] = (backend, ("_decode",))
+    if hasattr(backend, "_session"):
+        # Of mlx-audio's session: where it encodes, begins, and reads what it decodes.
+        work = (backend._session, ("_encode_mel", "_do_prefill", "_adapter_at"))
+    with _from_first(
+        (work,), lambda: holding.holding(name or site.name, site.name, drain_shared)
+    ):
+        return wrapped(*args, **kwargs)
+
+
+@contextmanager
+def _from_first(
+    work: Sequence[tuple[Any, tuple[str, ...]]],
+    turn: Callable[[], AbstractContextManager[None]],
+) -> Iterator[None]:
+    """The turn from the first call of one of these methods to the end; from the beginning
+    where one of them is not there."""
+    taken = False
+    with ExitStack() as held, ExitStack() as shadows:
+
+        def take() -> None:
+            nonlocal taken
+            if not taken:
+                held.enter_context(turn())
+                taken = True
+
+        def taking(method: Any) -> Any:
+            @functools.wraps(method)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                take()
+                return method(*args, **kwargs)
+
+            return call
+
+        for owner, names in work:
+            if shadows.enter_context(_shadowed(owner, names, taking)) != len(names):
+                take()
+        yield
+
+
 @contextmanager
 def _pauses_in(model: Any, site: Site) -> Iterator[None]:
-    """Shadow the model's own methods meanwhile; the shared thread is the only one that
-    uses it."""
-    own = getattr(model, "__dict__", None)
-    shadowed: list[str] = []
-    for names, shadow in ((site.steps, _step), (site.items, _items)):
-        for name in names:
-            method = getattr(model, name, None)
-            if own is None or not callable(method) or name in own:
-                continue
-            try:
-                object.__setattr__(model, name, shadow(method))
-            except (AttributeError, TypeError):
-                continue
-            shadowed.append(name)
-    try:
+    with _shadowed(model, site.steps, _step), _shadowed(model, site.items, _items):
         yield
+
+
+@contextmanager
+def _shadowed(owner: Any, names: Iterable[str], make: Callable[[Any], Any]) -> Iterator[int]:
+    """Replace methods of ``owner`` on the instance meanwhile; how many. No other thread
+    uses it."""
+    own = getattr(owner, "__dict__", None)
+    shadowed: list[str] = []
+    for name in names:
+        method = getattr(owner, name, None)
+        if own is None or not callable(method) or name in own:
+            continue
+        try:
+            object.__setattr__(owner, name, make(method))
+        except (AttributeError, TypeError):
+            continue
+        shadowed.append(name)
+    try:
+        yield len(shadowed)
     finally:
         for name in shadowed:
-            object.__delattr__(model, name)
+            object.__delattr__(owner, name)
 
 
 def _step(method: Any) -> Any:

@@ -70,7 +70,7 @@ def specprefill(module: Code) -> Code:
     """A draft model's chunks, and those of the prompt that it has thinned out."""
     for name in ("_prefill_draft", "sparse_prefill"):
         pause = "gpu_turn.yield_turn()"
-        module = nested.insert_beside(module, name, "mx.clear_cache()", pause)
+        module = editing.insert_beside(module, name, "mx.clear_cache()", pause)
     return _imported(module, "..")
 
 
@@ -103,6 +103,8 @@ def _jobs(module: Code, engine: str, optional: frozenset[str] = frozenset()) -> 
             if job.pauses:
                 arguments.append("model")
         turn = f"gpu_turn.one_turn({', '.join(arguments)})"
+        if job.polls:
+            turn = "gpu_turn.poll"
         module = editing.decorate_everywhere(module, name, turn)
     return _imported(module, "..")
 

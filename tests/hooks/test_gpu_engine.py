@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -279,42 +280,40 @@ class TestPrompt:
 
         core.scheduler.script.append(step)
 
-    def test_a1_others_get_their_turn_between_two_chunks(
+    async def test_a1_others_get_their_turn_between_two_chunks(
         self, bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         log: list[str] = []
         drains: list[str] = []
 
-        async def test() -> None:
-            a, b = bench.core("a"), bench.core("b")
-            stock = gpu_hold.drain
+        a, b = bench.core("a"), bench.core("b")
+        stock = gpu_hold.drain
 
-            def drain(stream: Any = None, **keywords: Any) -> None:
-                if stream is a.scheduler._stream:
-                    drains.append(log[-1])
-                stock(stream, **keywords)
+        def drain(stream: Any = None, **keywords: Any) -> None:
+            if stream is a.scheduler._stream:
+                drains.append(log[-1])
+            stock(stream, **keywords)
 
-            monkeypatch.setattr(gpu_hold, "drain", drain)
-            gate = Gate()
-            self.prompt(a, log, gate)
-            b.scheduler.script.append(lambda: log.append("b"))
-            await a.start()
-            await b.start()
-            for_a = bench.ask(a, 1)
-            await gate.until_reached()
-            for_b = bench.ask(b, 1)
-            await waits(turn, "b")
-            gate.open()
-            await asyncio.gather(for_a, for_b)
-            assert a.scheduler.progress == [[(0, n, 3)] for n in (1, 2, 3)]
+        monkeypatch.setattr(gpu_hold, "drain", drain)
+        gate = Gate()
+        self.prompt(a, log, gate)
+        b.scheduler.script.append(lambda: log.append("b"))
+        await a.start()
+        await b.start()
+        for_a = bench.ask(a, 1)
+        await gate.until_reached()
+        for_b = bench.ask(b, 1)
+        await waits(turn, "b")
+        gate.open()
+        await asyncio.gather(for_a, for_b)
+        assert a.scheduler.progress == [[(0, n, 3)] for n in (1, 2, 3)]
 
-        scenario(bench, test)
         assert log == ["chunk 0", "b", "chunk 1", "chunk 2"]
         # The GPU is idle when it is handed over in the middle, too.
         assert drains == ["chunk 0", "chunk 2"]
 
     @pytest.mark.parametrize("how", ["stop", "close"])
-    def test_a1_an_engine_that_closes_in_the_middle_waits_no_longer(
+    async def test_a1_an_engine_that_closes_in_the_middle_waits_no_longer(
         self,
         bench: Bench,
         turn: gpu_turn.GpuTurn,
@@ -324,61 +323,56 @@ class TestPrompt:
         monkeypatch.setattr(gpu_turn, "LOOK_S", 2.0)
         log: list[str] = []
 
-        async def test() -> None:
-            a, b = bench.core("a"), bench.core("b")
-            gate, holds = Gate(), Gate()
-            self.prompt(a, log, gate)
-            b.scheduler.script.append(holds)
-            await a.start()
-            await b.start()
-            for_a = bench.ask(a, 1)
-            await gate.until_reached()
-            for_b = bench.ask(b, 1)
-            await waits(turn, "b")
-            gate.open()
-            await holds.until_reached()
-            await waits(turn, "a")
-            if how == "stop":
-                await a.stop()
-            a.close()  # blocks the loop: it returns although b still holds
-            assert log == ["chunk 0", "chunk 1", "chunk 2"]
-            assert turn.snapshot().holder == "b"
-            for_a.cancel()
-            holds.open()
-            await for_b
+        a, b = bench.core("a"), bench.core("b")
+        gate, holds = Gate(), Gate()
+        self.prompt(a, log, gate)
+        b.scheduler.script.append(holds)
+        await a.start()
+        await b.start()
+        for_a = bench.ask(a, 1)
+        await gate.until_reached()
+        for_b = bench.ask(b, 1)
+        await waits(turn, "b")
+        gate.open()
+        await holds.until_reached()
+        await waits(turn, "a")
+        if how == "stop":
+            await a.stop()
+        a.close()  # blocks the loop: it returns although b still holds
+        assert log == ["chunk 0", "chunk 1", "chunk 2"]
+        assert turn.snapshot().holder == "b"
+        for_a.cancel()
+        holds.open()
+        await for_b
 
-        scenario(bench, test)
-
-    def test_a1_an_error_of_the_drain_in_the_middle_is_the_prompts(
+    async def test_a1_an_error_of_the_drain_in_the_middle_is_the_prompts(
         self, bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         failed: list[tuple[str, str | None]] = []
 
-        async def test() -> None:
-            a, b = bench.core("a"), bench.core("b")
-            stock = gpu_hold.drain
+        a, b = bench.core("a"), bench.core("b")
+        stock = gpu_hold.drain
 
-            def drain(stream: Any = None, **keywords: Any) -> None:
-                if stream is a.scheduler._stream and not failed:
-                    failed.append(("in the middle", turn.snapshot().holder))
-                    raise RuntimeError("of the drain")
-                stock(stream, **keywords)
+        def drain(stream: Any = None, **keywords: Any) -> None:
+            if stream is a.scheduler._stream and not failed:
+                failed.append(("in the middle", turn.snapshot().holder))
+                raise RuntimeError("of the drain")
+            stock(stream, **keywords)
 
-            monkeypatch.setattr(gpu_hold, "drain", drain)
-            gate = Gate()
-            self.prompt(a, [], gate)
-            await a.start()
-            await b.start()
-            for_a = bench.ask(a, 1)
-            await gate.until_reached()
-            for_b = bench.ask(b, 1)
-            await waits(turn, "b")
-            gate.open()
-            with pytest.raises(RuntimeError, match="of the drain"):
-                await for_a
-            assert (await for_b).completion_tokens == 1
+        monkeypatch.setattr(gpu_hold, "drain", drain)
+        gate = Gate()
+        self.prompt(a, [], gate)
+        await a.start()
+        await b.start()
+        for_a = bench.ask(a, 1)
+        await gate.until_reached()
+        for_b = bench.ask(b, 1)
+        await waits(turn, "b")
+        gate.open()
+        with pytest.raises(RuntimeError, match="of the drain"):
+            await for_a
+        assert (await for_b).completion_tokens == 1
 
-        scenario(bench, test)
         assert failed == [("in the middle", "a")]
 
     def test_a1_the_chunks_of_a_draft_model_are_such_too(
@@ -546,34 +540,85 @@ class TestVision:
     def engine(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
         core = bench.core("v")
 
+        class Model:
+            def get_input_embeddings(self, log: list[bool]) -> None:
+                assert gpu_turn.current is not None
+                log.append(gpu_turn.current.held())
+
         class Engine:
             _engine = type("Handle", (), {"engine": core})
+            _vlm_model = Model()
+
+            def _compute_vision_features(self, log: list[bool]) -> None:
+                assert gpu_turn.current is not None
+                log.append(gpu_turn.current.held())
+
+            def process(self, pictures: int, log: list[bool]) -> str:
+                """Templates and pictures are decoded first."""
+                assert gpu_turn.current is not None
+                log.append(gpu_turn.current.held())
+                if pictures:
+                    self._compute_vision_features(log)
+                    self._vlm_model.get_input_embeddings(log)
+                return "encoded"
 
         return Engine()
 
-    async def test_held_drained_and_left_when_closing(
+    @pytest.mark.parametrize(("pictures", "held"), [(0, [False]), (1, [False, True, True])])
+    async def test_b1_the_turn_is_taken_where_the_encoder_begins(
+        self,
+        bench: Bench,
+        turn: gpu_turn.GpuTurn,
+        engine: Any,
+        pictures: int,
+        held: list[bool],
+    ) -> None:
+        log: list[bool] = []
+
+        core = engine._engine.engine
+        answer = await asyncio.get_running_loop().run_in_executor(
+            core._mlx_executor,
+            lambda: gpu_sites.vision(engine.process, engine, (pictures, log), {}),
+        )
+        assert answer == "encoded"
+
+        assert log == held
+        assert [span.site for span in turn.snapshot().recent] == ["vision encoding"] * pictures
+        assert "get_input_embeddings" not in vars(engine._vlm_model)
+        assert "_compute_vision_features" not in vars(engine)
+
+    async def test_b1_a_chat_of_text_does_not_wait_for_the_turn(
         self, bench: Bench, turn: gpu_turn.GpuTurn, engine: Any
     ) -> None:
-        loop = asyncio.get_running_loop()
-        core = engine._engine.engine
-        held: list[bool] = []
-
-        def encode(*_: Any) -> str:
-            held.append(turn.held())
-            return "encoded"
-
-        def call() -> Any:
-            return gpu_sites.vision(encode, engine, (), {})
-
-        assert await loop.run_in_executor(core._mlx_executor, call) == "encoded"
-        assert held == [True]
         a = bench.core("a")
         gate = Gate()
         a.scheduler.script.append(gate)
         await a.start()
         for_a = bench.ask(a)
         await gate.until_reached()
-        waiting = loop.run_in_executor(core._mlx_executor, call)
+        answer = await asyncio.get_running_loop().run_in_executor(
+            engine._engine.engine._mlx_executor,
+            lambda: gpu_sites.vision(engine.process, engine, (0, []), {}),
+        )
+        assert answer == "encoded"
+        gate.open()
+        await for_a
+
+    async def test_left_when_closing(
+        self, bench: Bench, turn: gpu_turn.GpuTurn, engine: Any
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        core = engine._engine.engine
+        a = bench.core("a")
+        gate = Gate()
+        a.scheduler.script.append(gate)
+        await a.start()
+        for_a = bench.ask(a)
+        await gate.until_reached()
+        waiting = loop.run_in_executor(
+            core._mlx_executor,
+            lambda: gpu_sites.vision(engine.process, engine, (1, []), {}),
+        )
         await waits(turn, "v")
         await core.stop()
         core.close()

@@ -70,7 +70,8 @@ def test_a_job_of_the_table_is_held_and_drained(
     drained: list[bool] = []
     monkeypatch.setattr(gpu_hold, "drain", lambda *_, **__: drained.append(turn.held()))
     job = as_if_of(f"omlx.engine.{module}", name, lambda: turn.held())
-    whole = gpu_jobs.JOBS[module, name].whole
+    kind = gpu_jobs.JOBS[module, name]
+    whole = kind.whole
     assert executor.submit(job).result(PATIENCE_S) is whole
     assert drained == ([True] if whole else [])
     assert not turn.snapshot().holder
@@ -152,29 +153,120 @@ def test_a_job_that_omlx_decorates_itself_keeps_its_model() -> None:
         assert job.name == "speaker"
 
 
-def test_a_cache_clear_goes_on_without_the_turn_rather_than_fail(
-    executor: Any, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_b1_a_cache_clear_never_waits(executor: Any, turn: gpu_turn.GpuTurn) -> None:
     import mlx.core as mx
 
-    monkeypatch.setattr(gpu_hold, "OPTIONAL_WAIT_S", 0.02)
     seen: list[bool] = []
-
-    def clear_cache() -> None:
-        seen.append(turn.held())
 
     class Mx:
         pass
 
     stub: Any = Mx()
-    stub.synchronize, stub.clear_cache = mx.synchronize, clear_cache
+    stub.synchronize, stub.clear_cache = mx.synchronize, lambda: seen.append(turn.held())
     job = lambda: (stub.synchronize(), stub.clear_cache())  # noqa: E731
     job.__module__ = "omlx.engine_pool"
-    executor.submit(job).result(PATIENCE_S)
+    named = as_if_of("omlx.scheduler", "_sync_and_clear_cache", stub.clear_cache)
     hold = turn.acquire("busy", "test")
-    executor.submit(job).result(PATIENCE_S)
+    for clear in (job, named):
+        executor.submit(clear).result(PATIENCE_S)
+    state = turn.snapshot()
     hold.release()
-    assert seen == [True, False]
+    assert seen == [False, False]
+    assert (state.waiting, set(state.totals)) == ((), set())
+
+
+class TestPolls:
+    """B1: the looks of a realtime transcription take the turn where there is work."""
+
+    @staticmethod
+    def whisper(turn: gpu_turn.GpuTurn) -> Any:
+        class Backend:
+            _model_name = "ears"
+            audio = 0
+
+            def poll_sync(self) -> list[bool]:
+                held = [turn.held()]
+                return [*held, self._decode()] if self.audio else held
+
+            def _decode(self) -> bool:
+                return turn.held()
+
+        return Backend()
+
+    @staticmethod
+    def voxtral(turn: gpu_turn.GpuTurn) -> Any:
+        class Session:
+            audio = 0
+
+            def _encode_mel(self) -> bool:
+                return turn.held()
+
+            _do_prefill = _adapter_at = _encode_mel
+
+        class Backend:
+            _model_name = "ears"
+            _session = Session()
+
+            @property
+            def audio(self) -> int:
+                return self._session.audio
+
+            @audio.setter
+            def audio(self, n: int) -> None:
+                self._session.audio = n
+
+            def poll_sync(self) -> list[bool]:
+                held = [turn.held()]
+                return [*held, self._session._encode_mel()] if self.audio else held
+
+        return Backend()
+
+    @staticmethod
+    def unknown(turn: gpu_turn.GpuTurn) -> Any:
+        class Backend:
+            _model_name = "ears"
+            audio = 0
+
+            def poll_sync(self) -> list[bool]:
+                return [turn.held()] * (self.audio + 1)
+
+        return Backend()
+
+    @pytest.mark.parametrize(
+        ("kind", "idle", "work"),
+        [
+            ("whisper", [False], [False, True]),
+            ("voxtral", [False], [False, True]),
+            # What is not known is held as a whole.
+            ("unknown", [True], [True, True]),
+        ],
+    )
+    def test_b1_only_audio_is_a_turn(
+        self,
+        executor: Any,
+        turn: gpu_turn.GpuTurn,
+        kind: str,
+        idle: list[bool],
+        work: list[bool],
+    ) -> None:
+        backend = getattr(self, kind)(turn)
+        type(backend).poll_sync.__module__ = "omlx.engine.stt"
+        assert executor.submit(backend.poll_sync).result(PATIENCE_S) == idle
+        assert bool(turn.snapshot().totals) is (kind == "unknown")
+        backend.audio = 1
+        assert executor.submit(backend.poll_sync).result(PATIENCE_S) == work
+        assert turn.snapshot().holder is None
+        assert turn.snapshot().totals["ears"].turns == 1 + (kind == "unknown")
+        assert "_decode" not in vars(backend)
+
+    def test_b1_an_idle_poll_passes_a_turn_that_is_held(
+        self, executor: Any, turn: gpu_turn.GpuTurn
+    ) -> None:
+        backend = self.whisper(turn)
+        type(backend).poll_sync.__module__ = "omlx.engine.stt"
+        hold = turn.acquire("busy", "test")
+        assert executor.submit(backend.poll_sync).result(PATIENCE_S) == [False]
+        hold.release()
 
 
 def test_a_job_whose_reader_would_wait_for_ever_runs_without_the_turn_at_last(
@@ -496,7 +588,7 @@ def test_every_job_of_the_global_executor_is_known(pytestconfig: pytest.Config) 
 
 def test_the_list_of_sites_names_every_treatment() -> None:
     names = {site.name for site in gpu_sites.SITES if site.covered}
-    assert {t.site.name for t in gpu_jobs.JOBS.values()} <= names
+    assert {t.site.name for t in gpu_jobs.JOBS.values() if not t.idle} <= names
     assert all(site.note for site in gpu_sites.SITES)
 
 

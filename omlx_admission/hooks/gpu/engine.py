@@ -17,6 +17,7 @@ CORE = "omlx.engine_core"
 SCHEDULER = "omlx.scheduler"
 VLM = "omlx.engine.vlm"
 ACTIVITY = "omlx.decode_activity"
+STT = "omlx.engine.stt"
 TRACKER = "omlx.prefill_progress"
 
 STEP = Need(CORE, "EngineCore._step_burst", Kind.SYNC, (), returns=("list[...]",))
@@ -54,6 +55,9 @@ NEEDS = (
     STEP,
     FAIL_ALL,
     VISION,
+    *read_if_there(VLM, "VLMBatchedEngine", "_compute_vision_features", "_vlm_model"),
+    *read_if_there(STT, "_WhisperRealtimeBackend", "_decode"),
+    *read_if_there(STT, "_VoxtralRealtimeBackend", "_session"),
     PROGRESS,
     DRAFT_PROGRESS,
     STOP,

@@ -76,7 +76,8 @@ class Treatment:
         site: the kind of its work.
         whole: the turn is taken round the whole job (else deeper inside it).
         pauses: others get their turn between the steps of its model.
-        optional: it runs without the turn rather than fail for want of it.
+        polls: the turn is taken only if it finds that there is work.
+        idle: nothing is computed: it takes no turn, and its engine is not busy.
         answers: its caller waits for what the job itself delivers, not for its end, and
             would wait indefinitely for a job that never ran: after a wait to the limit it
             runs without the turn.
@@ -85,19 +86,16 @@ class Treatment:
     site: sites.Site
     whole: bool = True
     pauses: bool = False
-    optional: bool = False
+    polls: bool = False
+    idle: bool = False
     answers: bool = False
 
 
 _SPEECH_TO_TEXT = Treatment(sites.SPEECH_TO_TEXT, pauses=True)
 _DIFFUSION = Treatment(sites.DIFFUSION)
 _DFLASH = Treatment(sites.DFLASH)
-#: Clears on the global thread.
-CLEAR = sites.Site(
-    "cache clear",
-    "clears on the global thread; wait at most 5 s, then go on without",
-)
-_CLEAR = Treatment(CLEAR, optional=True)
+#: It waits for what its own thread has in flight, and frees memory.
+_CLEAR = Treatment(sites.Site("cache clear", "computes nothing"), idle=True)
 
 #: (module's last part or None for any, function name) -> treatment.
 JOBS: dict[tuple[str | None, str], Treatment] = {
@@ -111,7 +109,7 @@ JOBS: dict[tuple[str | None, str], Treatment] = {
     ("stt", "_next_chunk"): _SPEECH_TO_TEXT,
     ("stt", "_next_token"): _SPEECH_TO_TEXT,
     ("stt", "start_sync"): _SPEECH_TO_TEXT,
-    ("stt", "poll_sync"): _SPEECH_TO_TEXT,
+    ("stt", "poll_sync"): replace(_SPEECH_TO_TEXT, polls=True),
     ("stt", "close_sync"): _SPEECH_TO_TEXT,
     ("sts", "_process_sync"): Treatment(sites.SPEECH_TO_SPEECH),
     ("vlm", "_worker"): replace(_DIFFUSION, answers=True),
@@ -130,11 +128,12 @@ def names_in(module: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Job:
-    """One recognised job and the model it works for."""
+    """One recognised job, the model it works for, and the object whose method it is."""
 
     treatment: Treatment
     name: str
     model: Any
+    owner: Any = None
 
 
 def recognise(function: Any) -> Job | None:
@@ -158,7 +157,7 @@ def recognise(function: Any) -> Job | None:
     text = getattr(owner, "_model_name", None) or getattr(model, "model_name", None)
     if not isinstance(text, str) or not text:
         text = kind.site.name
-    return Job(kind, sites.short(text), model)
+    return Job(kind, sites.short(text), model, owner)
 
 
 def _free(function: Any, name: str) -> Any:

@@ -19,11 +19,13 @@ logger = logging.getLogger("omlx.admission")
 def take_turn(job: gpu_jobs.Job, call: Callable[[], Any]) -> Any:
     """The layer of the turn."""
     kind = job.treatment
-    if not kind.whole:
+    if kind.idle or not kind.whole:
         return call()
+    if kind.polls:
+        return sites.poll(call, job.owner, (), {}, job.name)
     model = job.model if kind.pauses else None
     try:
-        return sites.shared(kind.site, job.name, call, model, optional=kind.optional)
+        return sites.shared(kind.site, job.name, call, model)
     except TurnTimeout:
         if not kind.answers:
             raise

@@ -84,7 +84,12 @@ SITES: tuple[Site, ...] = (
         _covered(sites.KEEP_WARM, Need(gpu_engine.CORE, f"EngineCore.{name}", Kind.SYNC))
         for name in gpu_engine.KEEP_WARM
     ),
-    _covered(gpu_jobs.CLEAR, gpu_jobs.EXECUTOR),
+    Site(
+        "cache clear",
+        False,
+        "computes nothing: it waits for what its own thread has in flight, and frees memory",
+        gpu_jobs.EXECUTOR,
+    ),
     Site(
         "store worker",
         False,

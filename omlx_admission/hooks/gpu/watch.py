@@ -194,7 +194,7 @@ def vision(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 
 def job(this: gpu_jobs.Job, call: Callable[[], Any]) -> Any:
     """A job of the global executor. One that only cleans up is no work of its own."""
-    if this.treatment.optional:
+    if this.treatment.idle:
         return _seen(this.name, call)
     watch.busy(this.name, 0)
     try:

@@ -72,6 +72,7 @@ def _decorator(wrapper: Callable[[Any, Any, Any, Any], Any]) -> Decorator:
 burst = _decorator(sites.burst)
 progress = _decorator(sites.progress)
 clean_up = _decorator(sites.clean_up)
+poll = _decorator(sites.poll)
 vision = _decorator(sites.vision)
 ahead = _decorator(sites.ahead)
 embedding = _decorator(sites.of_model(sites.EMBEDDING))

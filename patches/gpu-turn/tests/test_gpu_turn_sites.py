@@ -424,22 +424,32 @@ async def test_vision_is_encoded_in_a_turn_and_gives_up_when_the_engine_closes(
     core = await engine("a")
     seen = []
 
+    class Model:
+        def get_input_embeddings(self):
+            seen.append(turn.snapshot().site)
+
     class Vlm(VLMBatchedEngine):
         def __init__(self):
             self._engine = SimpleNamespace(engine=core)
+            self._vlm_model = Model()
 
-        def _prepare_vision_inputs(self, *_, **__):
+        def _prepare_vision_inputs(self, messages, *_, **__):
             seen.append(turn.snapshot().site)
+            if messages[0]["content"] == "a picture":
+                self._vlm_model.get_input_embeddings()
             return [1], None, None, None, 0, None
 
         def __del__(self):
             pass
 
     run = asyncio.get_running_loop().run_in_executor
-    messages = [{"role": "user", "content": "hello"}]
+    text = [{"role": "user", "content": "hello"}]
+    messages = [{"role": "user", "content": "a picture"}]
     work = Vlm()
+    await run(core._mlx_executor, work._process_chat_messages, text, None, {})
+    assert seen == [None]
     await run(core._mlx_executor, work._process_chat_messages, messages, None, {})
-    assert seen == ["vision encoding"]
+    assert seen == [None, None, "vision encoding"]
     gate = Gate()
     held = run(None, lambda: _hold(turn, gate))
     await until(gate.reached.is_set)
