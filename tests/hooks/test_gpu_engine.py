@@ -280,7 +280,7 @@ class TestPrompt:
 
         core.scheduler.script.append(step)
 
-    async def test_a1_others_get_their_turn_between_two_chunks(
+    async def test_others_get_their_turn_between_two_chunks(
         self, bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         log: list[str] = []
@@ -313,7 +313,7 @@ class TestPrompt:
         assert drains == ["chunk 0", "chunk 2"]
 
     @pytest.mark.parametrize("how", ["stop", "close"])
-    async def test_a1_an_engine_that_closes_in_the_middle_waits_no_longer(
+    async def test_an_engine_that_closes_in_the_middle_waits_no_longer(
         self,
         bench: Bench,
         turn: gpu_turn.GpuTurn,
@@ -345,7 +345,7 @@ class TestPrompt:
         holds.open()
         await for_b
 
-    async def test_a1_an_error_of_the_drain_in_the_middle_is_the_prompts(
+    async def test_an_error_of_the_drain_in_the_middle_is_the_prompts(
         self, bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         failed: list[tuple[str, str | None]] = []
@@ -375,7 +375,7 @@ class TestPrompt:
 
         assert failed == [("in the middle", "a")]
 
-    def test_a1_the_chunks_of_a_draft_model_are_such_too(
+    def test_the_chunks_of_a_draft_model_are_such_too(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         module = pytest.importorskip("omlx.prefill_progress", reason="not in this oMLX")
@@ -565,7 +565,7 @@ class TestVision:
         return Engine()
 
     @pytest.mark.parametrize(("pictures", "held"), [(0, [False]), (1, [False, True, True])])
-    async def test_b1_the_turn_is_taken_where_the_encoder_begins(
+    async def test_the_turn_is_taken_where_the_encoder_begins(
         self,
         bench: Bench,
         turn: gpu_turn.GpuTurn,
@@ -587,7 +587,7 @@ class TestVision:
         assert "get_input_embeddings" not in vars(engine._vlm_model)
         assert "_compute_vision_features" not in vars(engine)
 
-    async def test_b1_a_chat_of_text_does_not_wait_for_the_turn(
+    async def test_a_chat_of_text_does_not_wait_for_the_turn(
         self, bench: Bench, turn: gpu_turn.GpuTurn, engine: Any
     ) -> None:
         a = bench.core("a")

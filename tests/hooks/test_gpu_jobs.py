@@ -153,7 +153,7 @@ def test_a_job_that_omlx_decorates_itself_keeps_its_model() -> None:
         assert job.name == "speaker"
 
 
-def test_b1_a_cache_clear_never_waits(executor: Any, turn: gpu_turn.GpuTurn) -> None:
+def test_a_cache_clear_never_waits(executor: Any, turn: gpu_turn.GpuTurn) -> None:
     import mlx.core as mx
 
     seen: list[bool] = []
@@ -176,7 +176,7 @@ def test_b1_a_cache_clear_never_waits(executor: Any, turn: gpu_turn.GpuTurn) -> 
 
 
 class TestPolls:
-    """B1: the looks of a realtime transcription take the turn where there is work."""
+    """The looks of a realtime transcription take the turn where there is work."""
 
     @staticmethod
     def whisper(turn: gpu_turn.GpuTurn) -> Any:
@@ -241,7 +241,7 @@ class TestPolls:
             ("unknown", [True], [True, True]),
         ],
     )
-    def test_b1_only_audio_is_a_turn(
+    def test_only_audio_is_a_turn(
         self,
         executor: Any,
         turn: gpu_turn.GpuTurn,
@@ -259,7 +259,7 @@ class TestPolls:
         assert turn.snapshot().totals["ears"].turns == 1 + (kind == "unknown")
         assert "_decode" not in vars(backend)
 
-    def test_b1_an_idle_poll_passes_a_turn_that_is_held(
+    def test_an_idle_poll_passes_a_turn_that_is_held(
         self, executor: Any, turn: gpu_turn.GpuTurn
     ) -> None:
         backend = self.whisper(turn)

@@ -139,7 +139,7 @@ def test_nobody_is_on_the_gpu_together_and_answers_stay_the_same(
         assert "gpu_lockout" not in features
 
 
-def test_a1_another_model_answers_within_a_long_prompt(
+def test_another_model_answers_within_a_long_prompt(
     gpu_serve: Callable[..., GpuServer], tmp_path: Path, omlx: Omlx
 ) -> None:
     """A long prompt that is prefilled in one step: others have their turn between chunks."""
