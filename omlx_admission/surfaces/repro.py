@@ -10,6 +10,9 @@ The work runs in a child process; this one has no MLX in it and only watches. So
 into a hung GPU, which nothing can interrupt, and a Metal error in a completion handler,
 which ends the process without an exception, still end in a report.
 
+A run without a fault proves little by itself: the report says how often hangs must be, to be
+excluded by it, and how long a run has to be for the rate that was reported.
+
 Exit status: 0 no fault, 3 a fault (a GPU error, a standstill, or the child's sudden end),
 2 a bad call, 1 the work failed for another reason.
 """
@@ -20,6 +23,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import math
 import platform
 import queue
 import signal
@@ -34,9 +38,16 @@ from typing import Any
 from omlx_admission import __version__
 from omlx_admission.gpu.exposure_file import system_version
 from omlx_admission.gpu.faults import classify_text
+from omlx_admission.gpu.statistics import poisson_rate
 from omlx_admission.surfaces import repro_work
 from omlx_admission.surfaces.cli import CommandError
 from omlx_admission.surfaces.repro_work import BEAT_S, GRACE_S, SIZES
+
+REPORTED_PER_HOUR = 9 / 6.9
+"""Hangs in an hour with two engines busy, in oMLX issue 4224."""
+CONFIDENCE = 0.95
+PROGRESS_S = 60.0
+_LONGEST_S = 7 * 86_400.0
 
 _HELP = {
     "prefill_width": "model width of the prefill-like work, a multiple of 128",
@@ -51,12 +62,20 @@ _HELP = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument(
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
         "--seconds",
         type=float,
         default=60.0,
         metavar="S",
         help="how long each run lasts (default 60)",
+    )
+    length.add_argument(
+        "--hours",
+        type=float,
+        metavar="H",
+        help=f"the same in hours; {_hours_for(REPORTED_PER_HOUR):.1f} would have shown the "
+        "rate of oMLX issue 4224",
     )
     parser.add_argument(
         "--turn",
@@ -103,13 +122,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--device gpu: MLX has no GPU here; allowed: cpu")
     runs = []
     for turn in {"off": [False], "on": [True], "both": [False, True]}[args.turn]:
-        if not args.json:
-            print(
-                f"running {config['seconds']:g} s with turns {'on' if turn else 'off'} ...",
-                file=sys.stderr,
-                flush=True,
-            )
-        runs.append(watch({**config, "turn": turn}))
+        _say(f"running {_length(config['seconds'])} with turns {'on' if turn else 'off'} ...")
+        runs.append(watch({**config, "turn": turn}, progress=_progress))
     report = {
         "omlx_admission": __version__,
         "python": platform.python_version(),
@@ -118,6 +132,35 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(report, indent=2) if args.json else "\n".join(render(report)))
     return status(runs)
+
+
+def _say(text: str) -> None:
+    """How far it is, beside the report and not in it."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _progress(result: dict[str, Any], passed: float) -> None:
+    done = ", ".join(
+        f"{name} {thread['steps']} {_UNITS[name]}" for name, thread in result["threads"].items()
+    )
+    _say(f"  {_length(passed)}: {done or 'starting'}, no fault")
+
+
+def _length(seconds: float) -> str:
+    if seconds < 120.0:
+        return f"{seconds:g} s" if seconds == round(seconds, 3) else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200.0 else f"{seconds / 3600:.1f} h"
+
+
+def _hours_for(per_hour: float) -> float:
+    """How long a run has to be for a fault to be in it with `CONFIDENCE`."""
+    return -math.log(1.0 - CONFIDENCE) / per_hour
+
+
+def excluded_per_hour(seconds: float) -> float:
+    """Faults more often than this are excluded by ``seconds`` without one."""
+    # One-sided: half of what is left out lies below.
+    return poisson_rate(0, seconds / 3600.0, 2.0 * CONFIDENCE - 1.0).high
 
 
 def _has_gpu() -> bool:
@@ -140,15 +183,19 @@ def status(runs: list[dict[str, Any]]) -> int:
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "seconds": args.seconds,
+        "seconds": args.seconds if args.hours is None else 3600.0 * args.hours,
         "stall_s": args.stall_s,
         "max_steps": args.max_steps,
         "device": args.device,
         "sizes": {name: getattr(args, name) for name in _HELP if getattr(args, name)},
     }
     for name in ("seconds", "stall_s"):
-        if not 0.0 < config[name] <= 86_400.0:
-            raise CommandError(f"--{name.replace('_', '-')} must be from over 0 to 86400")
+        if not 0.0 < config[name] <= _LONGEST_S:
+            option = "hours" if name == "seconds" and args.hours is not None else name
+            most = _LONGEST_S / (3600.0 if option == "hours" else 1.0)
+            raise CommandError(
+                f"--{option.replace('_', '-')} must be from over 0 to {most:.0f}"
+            )
     if args.max_steps < 0:
         raise CommandError("--max-steps must be 0 or more")
     for name in _HELP:
@@ -167,10 +214,11 @@ def watch(
     config: dict[str, Any],
     command: list[str] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    progress: Callable[[dict[str, Any], float], None] = lambda _result, _passed: None,
 ) -> dict[str, Any]:
     """Run one child to its end, or end it when it stands still; what happened, as data.
 
-    ``command`` (tests only) replaces the child.
+    ``command`` (tests only) replaces the child; ``progress`` is told every `PROGRESS_S`.
     """
     child = subprocess.Popen(
         [*(command or [sys.executable, "-m", repro_work.__name__]), json.dumps(config)],
@@ -206,7 +254,7 @@ def watch(
     stood: dict[str, tuple[Any, float]] = {}  # thread -> its step count, and since when
     outcome = ""
     begun = clock()
-    heard = begun
+    heard = told = begun
     stall_s = config["stall_s"]
     try:
         while not outcome:
@@ -220,6 +268,9 @@ def watch(
             if message is None:
                 break
             heard = clock()
+            if heard - told >= PROGRESS_S:
+                told = heard
+                progress(result, heard - begun)
             outcome = message.pop("outcome", "")
             result.update(message)
             for name, thread in result["threads"].items():
@@ -246,6 +297,8 @@ def watch(
     result["seconds"] = round(clock() - begun, 3)
     result["outcome"] = outcome or _sudden_end(result, list(errors))
     result["stderr"] = list(errors)
+    if result["outcome"] == "clean" and result.get("worked_s"):
+        result["excluded_per_hour"] = excluded_per_hour(result["worked_s"])
     return result
 
 
@@ -287,6 +340,7 @@ def _sudden_end(result: dict[str, Any], errors: list[str]) -> str:
 
 # --- the page ---------------------------------------------------------------------------
 
+_UNITS = {"prefill": "chunks", "decode": "bursts"}
 _OUTCOMES = {
     "clean": "no fault",
     "fault": "FAULT: the GPU reported an error",
@@ -312,15 +366,16 @@ def render(report: dict[str, Any]) -> list[str]:
     for one in report["runs"]:
         out += ["", f"turns {'on' if one['turn'] else 'off'}: {_OUTCOMES[one['outcome']]}"]
         for name, thread in one["threads"].items():
-            unit = "chunks" if name == "prefill" else "bursts"
             out.append(
-                f"  {name:<8} {thread['steps']:>6} {unit}, {thread['busy_s']:.1f} s of work "
-                f"(longest {thread['longest_s']:.3f} s), waited {thread['wait_s']:.1f} s"
+                f"  {name:<8} {thread['steps']:>6} {_UNITS[name]}, "
+                f"{thread['busy_s']:.1f} s of work (longest {thread['longest_s']:.3f} s), waited {thread['wait_s']:.1f} s"
             )
         if "overlap_s" in one:
             out.append(
                 f"  both at once for {one['overlap_s']:.1f} s of {one['worked_s']:.1f} s"
             )
+        if "excluded_per_hour" in one:
+            out += _shown(one)
         for fault in one.get("faults", []):
             where = f" in {fault['thread']}" if fault["thread"] else ""
             after = f" after {fault['after_steps']} steps" if "after_steps" in fault else ""
@@ -331,4 +386,21 @@ def render(report: dict[str, Any]) -> list[str]:
         if one["outcome"] in ("stalled", "crashed", "failed"):
             out.append(f"  the child: {one['ended']}")
             out += [f"  | {text}" for text in one["stderr"][-8:]]
+    return out
+
+
+def _shown(one: dict[str, Any]) -> list[str]:
+    """What a run without a fault shows, and what it does not."""
+    per_hour = one["excluded_per_hour"]
+    out = [
+        f"  so {_length(one['worked_s'])} exclude faults at a rate of {per_hour:.2g} an hour "
+        f"or more ({CONFIDENCE:.0%}), and no lower rate"
+    ]
+    if per_hour > REPORTED_PER_HOUR:
+        out.append(
+            f"  the {REPORTED_PER_HOUR:.1f} an hour of oMLX issue 4224 would take "
+            f"--hours {_hours_for(REPORTED_PER_HOUR):.1f}"
+        )
+    if "cpu" in one.get("device", {}).get("name", ""):
+        out.append("  it ran on the CPU, which says nothing about a GPU")
     return out

@@ -51,6 +51,7 @@ def test_time_bounds_a_run_too_and_the_page_says_what_ran(
     out, progress = capsys.readouterr()
     assert progress == "running 0.3 s with turns on ...\n"
     assert "turns on: no fault" in out
+    assert "exclude faults at a rate of" in out and "nothing about a GPU" in out
     assert "both at once for 0.0 s of 0." in out
     assert "MLX 0." in out and "Device(cpu, 0)" in out and "burst 3" in out
 
@@ -60,6 +61,8 @@ def test_time_bounds_a_run_too_and_the_page_says_what_ran(
     [
         (["--seconds", "0"], "--seconds must be"),
         (["--seconds", "nan"], "--seconds must be"),
+        (["--hours", "0"], "--hours must be from over 0 to 168"),
+        (["--hours", "169"], "--hours must be from over 0 to 168"),
         (["--stall-s", "-1"], "--stall-s must be"),
         (["--max-steps", "-1"], "--max-steps must be"),
         (["--chunk", "0"], "--chunk must be"),
@@ -111,7 +114,10 @@ def test_memory_is_told() -> None:
 
 
 def fake(
-    program: str, clock: Callable[[], float] = time.monotonic, **config: Any
+    program: str,
+    clock: Callable[[], float] = time.monotonic,
+    progress: Callable[..., None] = lambda *_: None,
+    **config: Any,
 ) -> dict[str, Any]:
     """What `watch` makes of a child that runs ``program``."""
     prelude = """
@@ -122,7 +128,7 @@ def thread(steps, waiting=False, ended=False):
             "busy_s": 0, "wait_s": 0, "longest_s": 0}
 """
     base = {"turn": False, "stall_s": 30.0, "seconds": 1.0}
-    return watch({**base, **config}, [sys.executable, "-c", prelude + program], clock)
+    return watch({**base, **config}, [sys.executable, "-c", prelude + program], clock, progress)
 
 
 def test_an_abort_by_metal_is_classified_from_its_last_words() -> None:
@@ -182,6 +188,43 @@ while True:
     assert found["standing"] == ["prefill"]
     assert found["ended"] == "killed"
     assert status([found]) == 3
+
+
+def test_a_run_of_hours_says_how_far_it_is() -> None:
+    told: list[str] = []
+
+    def progress(result: dict[str, Any], passed: float) -> None:
+        told.append(f"{passed:.0f} {result['threads']['decode']['steps']}")
+
+    program = """
+for n in range(200):
+    say(threads={"prefill": thread(n), "decode": thread(n)}, worked_s=7200.0)
+say(outcome="clean", threads={}, worked_s=7200.0)
+"""
+    found = fake(program, clock=ticks(), stall_s=1e9, progress=progress)
+    minutes = [int(line.split()[0]) for line in told]
+    assert len(told) >= 3 and all(60 <= b - a <= 65 for a, b in itertools.pairwise(minutes))
+    assert found["outcome"] == "clean"
+
+
+@pytest.mark.parametrize(
+    ("worked_s", "rate", "more"),
+    [(60.0, "1.8e+02 an hour", True), (7200.0, "1.5 an hour", True), (36_000, "0.3", False)],
+)
+def test_a_run_without_a_fault_says_what_it_excludes(
+    worked_s: float, rate: str, more: bool
+) -> None:
+    found = fake(f"say(outcome='clean', threads={{}}, worked_s={worked_s})")
+    assert found["excluded_per_hour"] == pytest.approx(2.9957 * 3600 / worked_s, rel=1e-4)
+    report = {"omlx_admission": "0", "python": "3", "os": "x", "runs": [found]}
+    page = "\n".join(repro.render(report))
+    assert f"exclude faults at a rate of {rate}" in page
+    assert ("issue 4224 would take --hours 2.3" in page) is more
+
+
+def test_a_run_with_a_fault_excludes_nothing() -> None:
+    found = fake("say(outcome='fault', faults=[], threads={}, worked_s=60.0)")
+    assert "excluded_per_hour" not in found
 
 
 def test_who_waits_for_the_turn_of_a_hung_thread_is_not_blamed() -> None:
