@@ -368,7 +368,8 @@ def render(report: dict[str, Any]) -> list[str]:
         for name, thread in one["threads"].items():
             out.append(
                 f"  {name:<8} {thread['steps']:>6} {_UNITS[name]}, "
-                f"{thread['busy_s']:.1f} s of work (longest {thread['longest_s']:.3f} s), waited {thread['wait_s']:.1f} s"
+                f"{thread['busy_s']:.1f} s of work (longest {thread['longest_s']:.3f} s), "
+                f"waited {thread['wait_s']:.1f} s"
             )
         if "overlap_s" in one:
             out.append(
