@@ -93,6 +93,14 @@ VARIABLES: tuple[Variable, ...] = (
         "an engine is closed on a thread, while the server goes on (needs the resident path)",
     ),
     Variable(
+        "OMLX_ADMISSION_PARK",
+        "park",
+        switch,
+        SWITCH,
+        "what a busy model runs is parked when another model is due, instead of waited for, "
+        "and goes on in its stream when the model is back; tried with MLX on the CPU only",
+    ),
+    Variable(
         "OMLX_ADMISSION_LOAD_THREAD",
         "load_thread",
         switch,

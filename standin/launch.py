@@ -8,7 +8,8 @@ Usage: ``python -m standin.launch PLAN serve ...`` where PLAN is JSON with any o
 ``load_s``: what every load takes; ``per_model``: what those of some models take instead,
 ``{"b": 5.0}`` or one after the other, the last one from then on: ``{"b": [0.5, 18.0]}``.
 
-``failing``: models whose loads fail, after that time.
+``failing``: models whose loads fail, after that time. ``failing_file``: a file; while it is
+there, so do those of the model that it names.
 
 ``hang``: models whose loads never end. ``{"b": "thread"}`` is stuck on the thread of the
 load; with ``"await"`` no thread is at work for it. ``hang_until``: a file; once it is
@@ -85,6 +86,12 @@ def slow_down(plan: dict[str, Any]) -> None:
     failing = frozenset(plan.get("failing", ()))
     hangs = _hangs(plan.get("hang", {}))
     until = plan.get("hang_until")
+    failing_file = Path(plan.get("failing_file", "/nonexistent"))
+
+    def fails(name: str) -> bool:
+        if name in failing:
+            return True
+        return failing_file.exists() and failing_file.read_text() == name
 
     def is_over() -> bool:
         return until is not None and os.path.exists(until)
@@ -102,7 +109,7 @@ def slow_down(plan: dict[str, Any]) -> None:
                     await on_load_thread(engine, lambda: _wait_for(is_over))
             if takes:
                 await on_load_thread(engine, lambda: time.sleep(takes))
-            if name in failing:
+            if fails(name):
                 raise RuntimeError(f"the plan says that loading {name} fails")
         return await wrapped(*args, **kwargs)
 

@@ -23,6 +23,8 @@ class Config:
             requests.
         linger_s: how long an idle model that keeps coming back is kept while requests
             for others wait.
+        park: what a busy model runs may be taken out of its engine, where the pool can do
+            that, so that the model leaves at once; it goes on when the model is back.
     """
 
     queue: bool = True
@@ -32,3 +34,4 @@ class Config:
     max_models: int = 0
     max_age_s: float | None = None
     linger_s: float | None = None
+    park: bool = False

@@ -32,6 +32,12 @@ class Events:
     def drain_began(self, models: Sequence[str], target: str) -> None:
         """``models`` take no new requests until they are idle, for ``target``."""
 
+    def parked(self, model: str, answers: int) -> None:
+        """``answers`` of ``model`` were taken out, and wait for its return."""
+
+    def parked_ended(self, waiter: Waiter, now: float) -> None:
+        """A parked answer goes on, or has ended."""
+
     def drain_withdrawn(self, models: Sequence[str]) -> None:
         """``models`` serve on."""
 

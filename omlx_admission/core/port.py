@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,16 @@ class Ask:
     arguments: dict[str, Any]
     held: HeldModels = NO_MODELS
     unpaced: bool = False
+
+
+class ParkedAnswer(Protocol):
+    """One request whose answer was taken out of an engine."""
+
+    def waits(self, leave: Callable[[], None]) -> None:
+        """It waits from now on; ``leave`` is called where its client leaves meanwhile."""
+
+    def lost(self, error: Exception) -> None:
+        """It cannot go on, because of ``error``: end it, with an error of its route."""
 
 
 class PoolPort(Protocol):
@@ -79,6 +89,19 @@ class PoolPort(Protocol):
 
     async def load(self, ask: Ask, victims: Sequence[str], max_models: int) -> None:
         """Evict ``victims`` where needed and load. Raises the pool's own errors."""
+
+    def park(self, model: str, most: int | None) -> None:
+        """Begin to take what ``model`` runs out of its engine, as long as it drains.
+
+        What was taken out is told to the queue (``Admission.parked``); what cannot be, or
+        holds more than ``most`` bytes, drains on.
+        """
+
+    def put_back(self, model: str, engine: Any, answers: Sequence[ParkedAnswer]) -> None:
+        """Let parked answers go on in ``engine``, on which a lease is held for each.
+
+        Raises nothing: an answer that cannot go on is ended.
+        """
 
     def work_of(self, model: str) -> LoadWork | None:
         """The work of a load of ``model`` that begins now; None where it cannot be seen."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from .policy.model import (
     Grant,
     Load,
     Outcome,
+    Park,
     PoolView,
     RefusalReason,
     Refuse,
@@ -35,7 +37,7 @@ from .policy.model import (
     Waiter,
 )
 from .policy.planner import never_fits, too_large_now
-from .port import Ask, PoolPort
+from .port import Ask, ParkedAnswer, PoolPort
 from .refusal import Refusal, retry_after
 from .refusal_text import explain, in_use_text, leaves_text, too_large_text
 
@@ -85,6 +87,8 @@ class _Pending:
     timer: asyncio.TimerHandle | None = None
     #: It got more time once, after a standstill.
     prolonged: bool = False
+    #: Of a parked answer: what goes on, or ends.
+    answer: ParkedAnswer | None = None
 
 
 class Admission:
@@ -110,7 +114,12 @@ class Admission:
         self.paced: frozenset[str] = frozenset()
         self.broken = False
         self.policy = AdmissionPolicy(
-            Dials(config.max_age_s, config.linger_s, config.max_wait_s or _DEFAULT_BUDGET_S)
+            Dials(
+                config.max_age_s,
+                config.linger_s,
+                config.max_wait_s or _DEFAULT_BUDGET_S,
+                config.park,
+            )
         )
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -209,6 +218,37 @@ class Admission:
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.step)
 
+    def parked(self, ask: Ask, answers: Sequence[ParkedAnswer]) -> None:
+        """``answers`` were taken out of the engine of ``ask``'s target: they wait for it.
+
+        A lease was given back for each.
+        """
+        if self.broken or self._closing:
+            for answer in answers:
+                answer.lost(self.port.refused(self._shutting_down()))
+            return
+        now = self.now()
+        for answer in answers:
+            future = asyncio.get_running_loop().create_future()
+            pending = _Pending(ask, future, None, answer=answer)
+            waiter = self.policy.enqueue(
+                ask.target, ask.size, now, float("inf"), pending, parked=True
+            )
+            self._open[waiter] = None
+            answer.waits(functools.partial(self._guarded, self._parked_left, waiter))
+        self.events.parked(ask.target.model, len(answers))
+        self.step()
+
+    def _parked_left(self, waiter: Waiter) -> None:
+        if self.policy.leave(waiter, Outcome.CANCELLED, self.now()):
+            self._close(waiter)
+            self.step()
+
+    def _close(self, waiter: Waiter) -> None:
+        """The wait of a parked answer has ended."""
+        self._open.pop(waiter, None)
+        self.events.parked_ended(waiter, self.now())
+
     def shut_down(self) -> None:
         """End every wait; requests that come later are refused."""
         if self._closing:
@@ -245,7 +285,7 @@ class Admission:
             return None, self._refused(self._shutting_down(), request)
         # A request that has the model already must not wait for its own end.
         unpaced = ask.unpaced or target.model in ask.held.leased | ask.held.kept
-        full = self.policy.waiting >= self.config.max_queue
+        full = self.policy.waiting - self.policy.parked >= self.config.max_queue
         if budget > 0 and not unpaced and not full:
             return None, None
         view = self.port.view((*self.policy.targets, target), self.config.max_models)
@@ -276,7 +316,7 @@ class Admission:
         memory, or not. A batch for a model that is not turns away no request for one
         that is."""
         alike = sum(
-            len(queue.waiters)
+            len(queue.waiters) - queue.parked
             for other, queue in self.policy.queues.items()
             if (other in view.ready) == (target in view.ready)
         )
@@ -508,6 +548,9 @@ class Admission:
                 self.events.drain_began(models, target.model)
                 for model in models:
                     self.port.mark(model, target)
+            case Park(models, target, most):
+                for model in models:
+                    self.port.park(model, most)
             case Undrain(models):
                 logger.info("admission: the drain of %s is withdrawn", _names(models))
                 self.events.drain_withdrawn(models)
@@ -540,6 +583,10 @@ class Admission:
                 waiter.outcome = Outcome.FAILED
             self._fail_all(waiters, error)
             return
+        self._put_back(target, waiters, engine)
+        waiters = [waiter for waiter in waiters if not waiter.parked]
+        if not waiters:
+            return
         for waiter in waiters:
             _pending(waiter).leased = engine
         asked_by = [_pending(waiter).request for waiter in waiters]
@@ -549,6 +596,18 @@ class Admission:
         else:
             self.policy.first_use(target.model)
         self._wake(list(waiters), engine, 0)
+
+    def _put_back(self, target: Target, waiters: Sequence[Waiter], engine: Any) -> None:
+        """Parked answers go on before any newcomer reaches the engine."""
+        answers: list[ParkedAnswer] = []
+        for waiter in waiters:
+            answer = _pending(waiter).answer
+            if answer is not None:
+                answers.append(answer)
+                self._close(waiter)
+        if answers:
+            self.port.put_back(target.model, engine, answers)
+            self.policy.first_use(target.model)
 
     def _wake(self, waiters: list[Waiter], engine: Any, start: int) -> None:
         for waiter in waiters[start : start + _SLICE]:
@@ -647,9 +706,12 @@ class Admission:
     # -- refusals -----------------------------------------------------------
 
     def _end(self, waiter: Waiter, error: Exception) -> None:
-        future = _pending(waiter).future
-        if not future.done():
-            future.set_exception(error)
+        pending = _pending(waiter)
+        if pending.answer is not None:
+            self._close(waiter)
+            pending.answer.lost(error)
+        elif not pending.future.done():
+            pending.future.set_exception(error)
 
     def _fail_all(self, waiters: Iterable[Waiter], error: Exception) -> None:
         for waiter in waiters:

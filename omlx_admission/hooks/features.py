@@ -12,6 +12,7 @@ from omlx_admission.hooks.gpu import names as gpu_names
 from omlx_admission.hooks.gpu import setting as gpu_setting
 from omlx_admission.hooks.gpu import turn as gpu_turn
 from omlx_admission.hooks.gpu import watch as gpu_watch
+from omlx_admission.hooks.park import parking
 from omlx_admission.hooks.patching.gate import Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
@@ -41,6 +42,8 @@ class Feature:
     native: tuple[Need, ...] = ()
     #: Features of which one has to be applied: without it this has nothing to act on.
     requires_any: tuple[Feature, ...] = ()
+    #: Features that all have to be applied.
+    requires_all: tuple[Feature, ...] = ()
 
 
 RESIDENT = Feature(
@@ -137,6 +140,15 @@ REQUESTS = Feature(
     requires_any=(QUEUE, ERRORS, LEASES),
 )
 
+PARK = Feature(
+    "park",
+    "OMLX_ADMISSION_PARK",
+    "park",
+    "what a busy model runs is parked for another model, and goes on in its stream",
+    parking.NEEDS,
+    requires_all=(QUEUE, RESIDENT, REQUESTS, OFF_LOOP_CLOSE),
+)
+
 STREAM_HOLD = Feature(
     "stream_hold",
     "OMLX_ADMISSION_STREAM_HOLD_S",
@@ -215,6 +227,7 @@ FEATURES: tuple[Feature, ...] = (
     PROMPT_GUARD,
     LOAD_THREAD,
     REQUESTS,
+    PARK,
     STREAM_HOLD,
     SURFACES,
     GPU_SETTING,
@@ -257,6 +270,7 @@ PARTS: tuple[Part, ...] = (
     *_of(STREAM_HOLD, Part(stream_hold.SERVER, stream_hold.apply)),
     *_of(GPU_SETTING, Part(gpu_setting.MODULE, gpu_setting.apply)),
     *_of(OFF_LOOP_CLOSE, *off_loop.PARTS),
+    *_of(PARK, *parking.PARTS),
     *_of(DEAD_ENGINES, Part(dead.CORE, dead.apply)),
     *_of(PROMPT_GUARD, *prompt_guard.PARTS),
     *_of(LOAD_THREAD, *load_thread.PARTS),

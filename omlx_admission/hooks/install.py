@@ -102,7 +102,10 @@ def _apply_dependencies(verdict: Verdict, states: dict[str, State]) -> None:
     """A feature that none of the required ones is there for could do nothing: say why."""
     required = [feature.name for feature in verdict.feature.requires_any]
     if not required or any(states[name] is State.READY for name in required):
-        return
+        every = [feature.name for feature in verdict.feature.requires_all]
+        required = [name for name in every if states[name] is not State.READY]
+        if not required:
+            return
     refused = any(states[name] is State.REFUSED for name in required)
     verdict.state = State.REFUSED if refused else State.OFF
     named = " or ".join(f"our '{name}' ({states[name].value})" for name in required)

@@ -158,6 +158,8 @@ class Observer(Events):
         self.refusal_counts: Counter[str] = Counter()
         self.load_failures: Counter[str] = Counter()
         self.waits: dict[tuple[str, str], Distribution] = {}
+        #: Silences of parked answers.
+        self.parkings: dict[tuple[str, str], Distribution] = {}
         self.loads: dict[str, Distribution] = {}
         self.unloads: dict[str, Distribution] = {}
         self.drains: dict[str, Distribution] = {}
@@ -236,6 +238,22 @@ class Observer(Events):
             limit = self.stuck_s or max(_STUCK_LEAST_S, self.budget_s / 2)
             self._begin("drain", model, limit, detail=target)
             self._state(model, "draining")
+
+    @never_raises
+    def parked(self, model: str, answers: int) -> None:
+        """``answers`` of ``model`` were taken out, and wait for its return."""
+        self._level(model, +answers)
+
+    @never_raises
+    def parked_ended(self, waiter: Waiter, now: float) -> None:
+        """A parked answer goes on, or has ended."""
+        model, parked = waiter.target.model, now - waiter.enqueued
+        self._level(model, -1)
+        outcome = "resumed" if waiter.outcome is Outcome.GRANTED else waiter.outcome.value
+        self._add(self.parkings, (self.name(model), outcome), parked, WAIT_BOUNDS)
+        logger.info(
+            "admission: a parked answer of '%s' %s after %.2f s", model, outcome, parked
+        )
 
     @never_raises
     def drain_withdrawn(self, models: Sequence[str]) -> None:

@@ -98,6 +98,14 @@ def _queue(facts: Facts, observer: Observer) -> Iterator[Metric]:
     yield depth
     if facts.admission is not None:
         yield GaugeMetricFamily(
+            _PREFIX + "parked",
+            "Answers that were taken out of their engines and wait for them.",
+            value=facts.admission.policy.parked,
+        )
+        yield GaugeMetricFamily(
+            _PREFIX + "parked_bytes", "What they hold.", value=facts.view.parked
+        )
+        yield GaugeMetricFamily(
             _PREFIX + "queue_limit",
             "Most requests that may wait.",
             value=facts.admission.config.max_queue,
@@ -107,6 +115,12 @@ def _queue(facts: Facts, observer: Observer) -> Iterator[Metric]:
         "Time in the queue, its load included, by model and how it ended.",
         ("model", "outcome"),
         observer.waits,
+    )
+    yield _histogram(
+        "parked_seconds",
+        "Silence of parked answers, by model and how it ended.",
+        ("model", "outcome"),
+        observer.parkings,
     )
     refusals = CounterMetricFamily(
         _PREFIX + "refusals", "Requests refused, by reason.", labels=["reason"]

@@ -25,6 +25,7 @@ def queue(facts: Facts) -> dict[str, Any]:
             "limit": None,
             "budget_s": None,
             "closed": [],
+            "parked": _parked(None, facts, 0.0),
             "models": [],
             "waiters": [],
             "omitted": 0,
@@ -42,13 +43,17 @@ def queue(facts: Facts) -> dict[str, Any]:
         models.append(row)
         room = MOST_WAITERS - len(waiters)
         for at, waiter in enumerate(line[:room], start=1):
-            request = getattr(waiter.context, "request", None)
+            context = waiter.context
+            request = getattr(context, "request", None)
+            if waiter.parked:
+                request = getattr(getattr(context, "answer", None), "request", None)
             waiters.append(
                 {
                     "request": None if request is None else request.id,
                     "model": target.model,
                     "age_s": _seconds(now - waiter.enqueued),
-                    "budget_left_s": _seconds(waiter.deadline - now),
+                    # A parked answer has no deadline.
+                    "budget_left_s": None if waiter.parked else _seconds(waiter.deadline - now),
                     "position": position + at,
                     "reason": row["reason"],
                     "text": row["text"],
@@ -62,9 +67,24 @@ def queue(facts: Facts) -> dict[str, Any]:
         "limit": admission.config.max_queue,
         "budget_s": admission.config.max_wait_s,
         "closed": sorted(admission.gated),
+        "parked": _parked(policy, facts, now),
         "models": models,
         "waiters": waiters,
         "omitted": policy.waiting - len(waiters),
+    }
+
+
+def _parked(policy: AdmissionPolicy | None, facts: Facts, now: float) -> dict[str, Any]:
+    """Answers that were taken out of their engines for other models."""
+    waiters: list[Waiter] = []
+    if policy is not None and policy.parked:
+        for target in policy.targets:
+            waiters += [waiter for waiter in policy.waiters(target) if waiter.parked]
+    since = min((waiter.enqueued for waiter in waiters), default=None)
+    return {
+        "answers": len(waiters),
+        "bytes": facts.view.parked,
+        "oldest_s": None if since is None else _seconds(now - since),
     }
 
 

@@ -125,6 +125,7 @@ def report(document: Document) -> list[str]:
                 f"  leases {model['leases']}  waiting {model['waiting']}"
             )
     lines += ["", f"waiting {queue['waiting']}"]
+    lines += _parked(document)
     for waiter in queue["waiters"]:
         lines.append(
             f"  {waiter['position']:>3}. {waiter['model']:<24} {seconds(waiter['age_s']):>8}"
@@ -143,6 +144,16 @@ def report(document: Document) -> list[str]:
             f"served {swap['served']}"
         )
     return lines
+
+
+def _parked(document: Document) -> list[str]:
+    parked = document["queue"]["parked"]
+    if not parked["answers"]:
+        return []
+    return [
+        f"parked  {parked['answers']} answers, {_gb(parked['bytes'])}, "
+        f"for {seconds(parked['oldest_s'])} at most"
+    ]
 
 
 def line(document: Document) -> str:
@@ -328,6 +339,7 @@ def screen(document: Document, problem: str | None) -> RenderableType:
             parts.append(Text(f"and {queue['waiting'] - 20} more"))
     else:
         parts.append(Text("No request waits."))
+    parts += [Text(line) for line in _parked(document)]
     parts += [Text(""), Text(f"GPU turn: {_turn(document)}")]
     parts += [Text(text) for text in _exposure(document)]
     for refusal in document["refusals"][:3]:

@@ -51,7 +51,7 @@ BY_SIZE: Edit = (
 
 #: What each feature is on that pool. Everything else of oMLX is the stand-in's. Without
 #: our own mark of a teardown it stays on the loop.
-EXPECTED = {"resident": State.NATIVE, "off_loop_close": State.OFF}
+EXPECTED = {"resident": State.NATIVE, "off_loop_close": State.OFF, "park": State.OFF}
 
 
 @pytest.mark.parametrize("searches", [(), (BY_SIZE,)], ids=["plain", "victim by size"])

@@ -121,7 +121,12 @@ def test_without_stock_nothing_is_said_to_be_new() -> None:
     )
 
 
-def test_the_row_of_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_row_of_a_checkout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The stand-in decodes without mlx-lm's batches, which parking is about.
+    others = [f for f in known_differences.FEATURES if f.name != "park"]
+    monkeypatch.setattr(known_differences, "FEATURES", others)
     version = known_differences.gate.find(standin.PATH).version
     folder = tmp_path / version
     folder.mkdir()

@@ -29,6 +29,17 @@ back within h seconds; then it is kept for h. A decision to swap stands: it is
 withdrawn only when its last waiter leaves (one that was refused is expected until
 the moment it was told), or when the drain has run into its limit, because an engine
 that never becomes idle must not hold everybody for ever.
+
+With parking (``Dials.park``) R is no answer's rest any more. What a model in the way runs
+is taken out of its engine once its gate has been closed for a fifth of S (what is about to
+end ends), it has had its turn (W/2, one S at least), and the answers are old enough: how
+long one still takes is not known, but of those whose lengths differ most one that has run
+for r seconds takes about as long again, so q waiters gain q r by it, and k answers that
+are interrupted lose 2 S + T each, T being the other model's turn; they are parked when
+q r > k (2 S + T). A waiter is then served within ``W + max(S/5, W/2, S, k (2 S + T)/q) + S``
+and the unload, however long the answers are. A parked answer is a waiter of its model,
+without a deadline: its silence is the bound of any waiter, ``S + W + ...`` of the model that
+took the place, whose own answers are parked for it in turn.
 """
 
 from __future__ import annotations
@@ -43,6 +54,7 @@ from .model import (
     Grant,
     Load,
     Outcome,
+    Park,
     PoolView,
     RefusalReason,
     Refuse,
@@ -67,6 +79,9 @@ _SETTLE_POLL_S = 0.05
 #: so many seconds, is given up. Whatever else a load awaits takes less.
 _QUIET_S = 2.0
 
+#: The part of the ceiling that parked answers may hold.
+_PARKED_SHARE = 0.05
+
 _NEVER = float("inf")
 
 
@@ -86,6 +101,8 @@ class AdmissionPolicy(Schedule):
         self.paced: frozenset[str] = frozenset()
         self._in_turn: tuple[Target, ...] = ()
         self._released_at: dict[str, float] = {}
+        #: Models that drain and were told to be parked.
+        self._parking: set[str] = set()
         self.wake_at: float | None = None
         self._latest = 0.0
 
@@ -122,18 +139,21 @@ class AdmissionPolicy(Schedule):
         since: float | None = None,
         keep: frozenset[str] = frozenset(),
         unpaced: bool = False,
+        parked: bool = False,
     ) -> Waiter:
         """Add a waiter. ``since`` keeps the age of one that has waited before.
 
         ``keep`` are models that must not leave for it, because it uses them itself.
-        ``unpaced``: it takes no place of the engine.
+        ``unpaced``: it takes no place of the engine. ``parked``: see :class:`Waiter`.
         """
         self._latest = max(self._latest, now)
         self._sizes[target.model] = size
         if target not in self.queues:
             self.linger.wanted(target, now)
         enqueued = now if since is None else since
-        waiter = self.queues.enqueue(target, size, now, deadline, context, enqueued, unpaced)
+        waiter = self.queues.enqueue(
+            target, size, now, deadline, context, enqueued, unpaced, parked
+        )
         waiter.keep = keep
         return waiter
 
@@ -239,10 +259,12 @@ class AdmissionPolicy(Schedule):
             self._start_swap(view, next_due, now, actions)
         elif not self.swap.loading and self.concurrent_load is None:
             self._advance_drain(view, now, actions)
+        self._park(view, now, actions)
         if self.swap is not None and not self.swap.loading and self.concurrent_load is None:
             self._load_beside_drain(view, now, actions)
         self._cancel_hung(view, actions)
         self._unmark_spared(actions)
+        self._parking &= self._marked
         # A swap begun above changes who is overdue and whose gate is closed.
         self.gated = self._closed_models(view, self.next_due(view, now), now)
         self._in_turn = tuple(
@@ -280,7 +302,9 @@ class AdmissionPolicy(Schedule):
             # What drains for it serves while it is not known when its turn comes.
             self.swap = None
         elif swap.target not in self.queues and (
-            now >= self.held_until(swap) or self.next_due(view, now) is not None
+            now >= self.held_until(swap)
+            or self.next_due(view, now) is not None
+            or self._has_parked(swap.victims)
         ):
             self.swap = None
         elif swap.target in view.ready:
@@ -377,10 +401,13 @@ class AdmissionPolicy(Schedule):
 
     def _load(self, swap: Swap, view: PoolView, now: float, actions: list[Action]) -> None:
         for model in self._marked.intersection(swap.victims):
-            self.estimates.saw_drain(model, now - swap.started)
+            if model not in self._parking:
+                self.estimates.saw_drain(model, now - swap.started)
         swap.loading = True
         swap.load_started = now
+        self._left_at.pop(swap.target.model, None)
         for victim in swap.victims:
+            self._left_at[victim] = now
             self.linger.gave_up(view.models[victim].target, now)
             if victim in self.loaded_at:
                 self.estimates.saw_stay(victim, now - self.loaded_at[victim])
@@ -405,6 +432,50 @@ class AdmissionPolicy(Schedule):
             swap.blocked_since = now
         elif now >= swap.blocked_since + _PATIENCE_SETTLE_S:
             self.swap = None  # the ceiling has fallen: what drains serves on meanwhile
+
+    def _park(self, view: PoolView, now: float, actions: list[Action]) -> None:
+        """Take out what keeps the swap waiting, once that is due and all of it can be."""
+        at = self._park_at(view, now)
+        if self.swap is None or at is None or now < at:
+            return
+        swap = self.swap
+        busy = [v for v in swap.victims if view.models[v].busy]
+        self._parking.update(busy)
+        most = self._most_parked(view, swap)
+        most = most // len(busy) if most is not None else None
+        actions.append(Park(tuple(busy), swap.target, most))
+
+    def _park_at(self, view: PoolView, now: float) -> float | None:
+        """When what runs may be parked for the swap; None: not in this drain."""
+        swap = self.swap
+        queue = self.queues.get(swap.target) if swap is not None else None
+        if not self.dials.park or swap is None or swap.loading or queue is None:
+            return None
+        models = [view.models[v] for v in swap.victims if v in view.models]
+        busy = [m for m in models if m.busy]
+        ages = [m.answering for m in busy if m.answering is not None]
+        if not busy or len(ages) < len(busy) or self._parking.intersection(swap.victims):
+            return None
+        seconds = self.estimates.swap(swap.target.model, swap.size)
+        turn = self.dials.least_turn(self.age_for(swap.target, swap.size), seconds)
+        served = max(self.loaded_at.get(m.model, -_NEVER) for m in busy) + turn
+        lost = 2 * seconds + self.estimates.service(swap.target.model, swap.size)
+        rest = sum(m.leases for m in busy) * lost / len(queue.waiters)
+        return max(swap.started + self.dials.grace(seconds), served, now + rest - max(ages))
+
+    def _most_parked(self, view: PoolView, swap: Swap) -> int | None:
+        """Bytes that may be parked: a share of the ceiling, and no more than stay free of
+        it beside what will be loaded then, or would have to come back."""
+        if view.ceiling <= 0:
+            return None
+        leaving = sum(view.models[v].size for v in swap.victims)
+        booked = sum(m.size for m in view.models.values())
+        beside = max(booked, booked - leaving + swap.size)
+        share = int(view.ceiling * _PARKED_SHARE)
+        return max(0, min(share, view.ceiling - beside) - view.parked)
+
+    def _has_parked(self, models: tuple[str, ...]) -> bool:
+        return any(q.parked and t.model in models for t, q in self.queues.items())
 
     def _load_beside_drain(self, view: PoolView, now: float, actions: list[Action]) -> None:
         """While a drain goes on, load what leaves it, and the swap after it, untouched."""
@@ -482,6 +553,7 @@ class AdmissionPolicy(Schedule):
         times += self.by_hand.values()
         if self.swap is not None and not self.swap.loading:
             times.append(self.swap.started + self.dials.drain_limit)
+            times.append(self._park_at(view, now) or now)
             if self.swap.target not in self.queues:
                 times.append(self.held_until(self.swap))
         share = self.competing_targets(view)

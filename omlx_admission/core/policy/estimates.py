@@ -16,6 +16,10 @@ _WEIGHT = 0.3
 #: rounds take 0.5 s.
 _PRIOR_UNLOAD_S = 0.5
 
+#: W in swaps: of a target that comes back at once, and of one that is rarely asked for.
+_SWAPS = 14.0
+_RARE_SWAPS = 4.0
+
 #: Seconds assumed until a busy model is idle before one was seen draining.
 _PRIOR_DRAIN_S = 5.0
 
@@ -65,6 +69,11 @@ class Estimates:
         """Seconds until a busy ``model`` is idle once it takes no new requests."""
         return self._drains.get(model, _PRIOR_DRAIN_S)
 
+    def service(self, model: str, size: int) -> float:
+        """Seconds for which ``model`` will be in use once it is loaded, at a guess: as
+        long as it took to fall idle, or else as long as its swap takes."""
+        return self._drains.get(model, self.swap(model, size))
+
 
 def _blend(store: dict[str, float], key: str, seconds: float) -> None:
     old = store.get(key)
@@ -79,14 +88,19 @@ class Dials:
         max_age: W, the age in seconds at which a waiter closes the gate.
         linger: h, how many seconds an idle model that keeps coming back is kept.
         budget: the wait budget; both dials stay well below it.
+        park: what a busy model runs may be parked.
     """
 
     max_age: float | None = None
     linger: float | None = None
     budget: float = 300.0
+    park: bool = False
 
-    def age_for(self, swap: float) -> float:
+    def age_for(self, swap: float, rare: bool = False) -> float:
         """W for a target whose swap takes ``swap`` seconds: max(30, 14 swaps).
+
+        With parking four swaps for a target that is ``rare``ly asked for: the drain is
+        no part of its wait then, and what its swaps cost is little.
 
         With W of two swaps the policy still thrashes; with fourteen, three agents
         that take turns on three models need a third less swaps than with ten, and
@@ -95,7 +109,21 @@ class Dials:
         """
         if self.max_age is not None:
             return self.max_age
-        return min(max(30.0, 14.0 * swap), self.budget / 2)
+        age = _RARE_SWAPS * swap if rare and self.park else max(30.0, _SWAPS * swap)
+        return min(age, self.budget / 2)
+
+    def is_rare(self, swap: float, away: float) -> bool:
+        """Whether a target that is wanted ``away`` seconds after it left is a rare one."""
+        return away >= _SWAPS * swap
+
+    def grace(self, swap: float) -> float:
+        """Seconds that what is about to end is given before it is parked."""
+        return swap / 5
+
+    def least_turn(self, age: float, swap: float) -> float:
+        """Seconds that a model serves before what it runs is parked for a target of W
+        ``age``: two busy models would else park each other to and fro."""
+        return max(age / 2, swap)
 
     def share(self, age: float, waiting: int) -> float:
         """What each of ``waiting`` targets gets of W, not less than a quarter of it."""

@@ -41,6 +41,8 @@ class Waiter:
 
     ``keep`` are models that it uses itself: they cannot leave for it. One that is
     ``unpaced`` takes no place of the engine: it is granted as soon as the model serves.
+    ``parked``: an answer that was taken out of its engine. It has no deadline, counts for
+    no limit of the queue, and is granted as soon as its model is back.
     """
 
     sequence: int
@@ -52,6 +54,7 @@ class Waiter:
     outcome: Outcome = Outcome.WAITING
     keep: frozenset[str] = frozenset()
     unpaced: bool = False
+    parked: bool = False
 
 
 def places_for(slots: int) -> int:
@@ -78,6 +81,8 @@ class ModelView:
         read: bytes in use more than when its load began to read, as far as that is known.
         unread: leases that are held for answers which their clients do not read.
         sessions: leases of open realtime sessions, which may last for ever.
+        answering: of a model that drains, for how many seconds the oldest answer has run;
+            None where what it runs cannot be parked.
     """
 
     model: str
@@ -96,6 +101,7 @@ class ModelView:
     read: int = 0
     unread: int = 0
     sessions: int = 0
+    answering: float | None = None
 
     @property
     def free(self) -> int | None:
@@ -127,6 +133,7 @@ class PoolView:
         fixed_ceiling: the part of it that no wait changes; 0 where that is not known.
         used: bytes in use as admission counts them, residue included.
         committed: bytes in use without reclaimable residue of unloaded models.
+        parked: bytes that parked answers hold, which no unload gives back.
         never_refuse: the memory guard is off: evict as well as possible, then load.
         max_models: most models loaded, loading or unloading; 0 is no limit.
         helpers: models that do not count against it, loaded or wanted.
@@ -141,6 +148,7 @@ class PoolView:
     fixed_ceiling: int = 0
     used: int = 0
     committed: int = 0
+    parked: int = 0
     never_refuse: bool = False
     max_models: int = 0
     helpers: frozenset[str] = frozenset()
@@ -164,6 +172,16 @@ class Drain:
 
     models: tuple[str, ...]
     target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Take what these models run out of their engines, each in ``most`` bytes (None: any
+    number). What cannot be taken out drains on."""
+
+    models: tuple[str, ...]
+    target: Target
+    most: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +222,7 @@ class Refuse:
     reason: RefusalReason
 
 
-Action = Grant | Drain | Undrain | Load | CancelLoad | Refuse
+Action = Grant | Drain | Park | Undrain | Load | CancelLoad | Refuse
 
 
 @dataclass(slots=True)

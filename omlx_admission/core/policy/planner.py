@@ -97,7 +97,7 @@ def _places(view: PoolView, leaving: list[ModelView], helper: bool) -> bool:
 def _bytes(view: PoolView, size: int, leaving: list[ModelView]) -> bool:
     if view.ceiling <= 0:
         return True
-    booked = sum(m.size for m in view.models.values())
+    booked = view.parked + sum(m.size for m in view.models.values())
     if not leaving:
         return max(view.used, booked) + size <= view.ceiling
     gone = sum(m.size for m in leaving)
@@ -157,6 +157,7 @@ def plan(
             chosen = _as_well_as_possible(view, forced, candidates, helper)
         if chosen is None and in_transit and view.never_refuse:
             return _SETTLE
+        held = held or view.parked > 0
         if chosen is None and not everybody and not held and _places(view, [], helper):
             # The memory is held by residue of a failed load, or by another process:
             # asking the pool evicts no model, and its refusal names what is in the way.

@@ -50,6 +50,7 @@ class Queue:
         settling_since: since when the room it waits for is on its way, or None.
         served_at: when its model last served it while it waited.
         unpaced: how many of the waiters take no place.
+        parked: how many of them are parked answers.
         hasty: how often in a row all who waited had left within a moment.
         earnest: whether any of those who wait now or have left stayed longer.
         disturbs_at: before, no model in regular use has to leave.
@@ -64,6 +65,7 @@ class Queue:
     settling_since: float | None = None
     served_at: float = -_NEVER
     unpaced: int = 0
+    parked: int = 0
     hasty: int = 0
     earnest: bool = False
     disturbs_at: float = -_NEVER
@@ -108,10 +110,11 @@ class Queues:
 
     Attributes:
         waiting: how many requests wait.
+        parked: how many of them are parked answers.
     """
 
     def __init__(self) -> None:
-        self.waiting = 0
+        self.waiting = self.parked = 0
         self._queues: dict[Target, Queue] = {}
         self._demands: dict[Target, Demand] = {}
         self._sequence = 0
@@ -163,11 +166,12 @@ class Queues:
         context: object,
         enqueued: float,
         unpaced: bool = False,
+        parked: bool = False,
     ) -> Waiter:
         """Add a waiter, ``enqueued`` at that time; a remembered demand keeps its age."""
         self._sequence += 1
         waiter = Waiter(self._sequence, target, size, enqueued, deadline, context)
-        waiter.unpaced = unpaced
+        waiter.unpaced, waiter.parked = unpaced or parked, parked
         queue = self._queues.get(target)
         if queue is None:
             queue = self._queues[target] = Queue(enqueued)
@@ -181,8 +185,12 @@ class Queues:
                 pause = min(_HASTY_S * 2 ** (queue.hasty - 1), _HASTY_LONGEST_S)
                 queue.disturbs_at = now + pause
         queue.waiters[waiter.sequence] = waiter
-        queue.unpaced += unpaced
+        queue.unpaced += waiter.unpaced
         self.waiting += 1
+        if parked:
+            queue.parked += 1
+            self.parked += 1
+            queue.earnest = True
         return waiter
 
     def leave(
@@ -198,8 +206,7 @@ class Queues:
         queue = self._queues[waiter.target]
         if queue.head is waiter:
             self._order = None
-        del queue.waiters[waiter.sequence]
-        queue.unpaced -= waiter.unpaced
+        self._remove(queue, waiter)
         self.waiting -= 1
         if outcome is Outcome.EXPIRED:
             queue.due_by = min(queue.due_by, waiter.deadline + _BACK_WITHIN_S)
@@ -223,6 +230,7 @@ class Queues:
             return ()
         if places is None or len(queue.waiters) <= places:
             waiters = tuple(queue.waiters.values())
+            self.parked -= queue.parked
             self._drop(target)
         else:
             waiters = self._first(queue, places)
@@ -230,8 +238,7 @@ class Queues:
                 return ()
             self._order = None
             for waiter in waiters:
-                del queue.waiters[waiter.sequence]
-                queue.unpaced -= waiter.unpaced
+                self._remove(queue, waiter)
             if not queue.waiters:
                 self._drop(target)
         for waiter in waiters:
@@ -254,6 +261,12 @@ class Queues:
                 break
             waiters.append(waiter)
         return tuple(waiters)
+
+    def _remove(self, queue: Queue, waiter: Waiter) -> None:
+        del queue.waiters[waiter.sequence]
+        queue.unpaced -= waiter.unpaced
+        queue.parked -= waiter.parked
+        self.parked -= waiter.parked
 
     def _drop(self, target: Target) -> None:
         del self._queues[target]

@@ -43,6 +43,8 @@ class Schedule:
         self.no_drain_before: dict[str, float] = {}
         self.busy_since: dict[str, float] = {}
         self.by_hand: dict[str, float] = {}
+        #: When each model that is away gave its place to another one.
+        self._left_at: dict[str, float] = {}
         self.linger = Linger(self._linger_of)
         self._marked: set[str] = set()
         self._sizes: dict[str, int] = {}
@@ -53,6 +55,11 @@ class Schedule:
     def waiting(self) -> int:
         """How many requests wait."""
         return self.queues.waiting
+
+    @property
+    def parked(self) -> int:
+        """How many of them are parked answers."""
+        return self.queues.parked
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -146,7 +153,12 @@ class Schedule:
 
     def age_for(self, target: Target, size: int) -> float:
         """W in seconds for ``target`` of ``size`` bytes."""
-        return self.dials.age_for(self.estimates.swap(target.model, size))
+        swap = self.estimates.swap(target.model, size)
+        queue, left_at = self.queues.get(target), self._left_at.get(target.model)
+        rare = queue is not None and (
+            left_at is None or self.dials.is_rare(swap, queue.since - left_at)
+        )
+        return self.dials.age_for(swap, rare)
 
     # -- what a swap would take ---------------------------------------------
 

@@ -41,6 +41,11 @@ class Kept:
         if give_back is not None:
             give_back()
 
+    def moved(self, give_back: Callable[[], None]) -> None:
+        """The lease is another one now, which is given back by ``give_back``."""
+        if self._give_back is not None:
+            self._give_back = give_back
+
     def request_ended(self) -> None:
         """Let go, unless a task that outlives the request was handed the engine."""
         task = self._task

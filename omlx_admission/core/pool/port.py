@@ -20,7 +20,7 @@ from ..footprint import Reading
 from ..load_work import LoadWork
 from ..policy.model import ModelView, PoolView, Target
 from ..policy.planner import too_large_now
-from ..port import Ask
+from ..port import Ask, ParkedAnswer
 from ..refusal import Refusal
 from . import ceiling as ceilings
 from .engines import lives
@@ -214,6 +214,7 @@ class EnginePoolPort:
             fixed_ceiling=ceilings.fixed(pool),
             used=max(committed, int(module.get_phys_footprint())),
             committed=committed,
+            parked=self.parked_bytes(),
             never_refuse=never_refuse,
             max_models=max_models,
             helpers=frozenset(
@@ -248,6 +249,7 @@ class EnginePoolPort:
             leases=entry.in_use,
             unread=self.unread(model_id, entry),
             sessions=self.sessions(model_id, entry),
+            answering=self.answering(model_id, entry) if drains_for_us(entry) else None,
             pinned=entry.is_pinned,
             loading=entry.is_loading,
             # Told to leave by others than the queue: it will, and no request may
@@ -526,6 +528,20 @@ class EnginePoolPort:
     def sessions(self, model: str, entry: Any) -> int:
         """How many of its leases are held by open sockets."""
         return 0
+
+    def answering(self, model: str, entry: Any) -> float | None:
+        """Seconds for which its oldest answer runs; None where it cannot be parked."""
+        return None
+
+    def parked_bytes(self) -> int:
+        """What the parked answers of all models hold."""
+        return 0
+
+    def park(self, model: str, most: int | None) -> None:
+        """See :class:`~..port.PoolPort`."""
+
+    def put_back(self, model: str, engine: Any, answers: Sequence[ParkedAnswer]) -> None:
+        """See :class:`~..port.PoolPort`."""
 
     def let_go_stalled(self, model: str, entry: Any) -> None:
         """Take back leases that are held only for clients that do not read."""

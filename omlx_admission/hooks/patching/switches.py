@@ -14,12 +14,13 @@ class Switches:
     Attributes:
         pacing: the queue is there: what has no place of an engine can wait in it.
         keeping: a hand-out without a lease is kept for the request that got it.
+        parking: what a text engine runs may be taken out of it.
         marks: teardowns are marked: the resident path's unload is in place.
         vlm_engine: the class of vision engines, which a forced text load replaces.
         handling: what the middleware does for all requests.
     """
 
-    __slots__ = ("handling", "keeping", "marks", "pacing", "vlm_engine")
+    __slots__ = ("handling", "keeping", "marks", "pacing", "parking", "vlm_engine")
 
     def __init__(self) -> None:
         self.handling = Handling()
@@ -27,7 +28,7 @@ class Switches:
 
     def reset(self) -> None:
         """Everything off."""
-        self.pacing = self.keeping = self.marks = False
+        self.pacing = self.keeping = self.marks = self.parking = False
         self.vlm_engine: type | None = None
         self.handling.reset()
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from omlx_admission.core.policy.model import Target
 from omlx_admission.core.pool.port import EnginePoolPort, refused_class
+from omlx_admission.core.port import ParkedAnswer
 from omlx_admission.hooks.gpu import jobs as gpu_jobs
 from omlx_admission.hooks.gpu.process import process
+from omlx_admission.hooks.park import parking
 from omlx_admission.hooks.patching.gate import Kind, Need, read_if_there
 from omlx_admission.hooks.pool import ceiling, dead, leases, phantom, resident, stalled
 from omlx_admission.hooks.pool.state import state_of, unloading_models
@@ -109,6 +111,22 @@ class OmlxPool(EnginePoolPort):
     def sessions(self, model: str, entry: Any) -> int:
         """See :mod:`.stalled`."""
         return stalled.sessions(model, entry)
+
+    def answering(self, model: str, entry: Any) -> float | None:
+        """See :mod:`~omlx_admission.hooks.park.parking`, here and below."""
+        return parking.answering(model, entry)
+
+    def parked_bytes(self) -> int:
+        """What the parked answers of all models hold."""
+        return parking.parked_bytes(self._pool)
+
+    def park(self, model: str, most: int | None) -> None:
+        """Begin to take out what it runs."""
+        parking.park(self._pool, model, most)
+
+    def put_back(self, model: str, engine: Any, answers: Sequence[ParkedAnswer]) -> None:
+        """Let parked answers go on."""
+        parking.put_back(self._pool, model, engine, answers)
 
     def let_go_stalled(self, model: str, entry: Any) -> None:
         """See :mod:`.stalled`."""

@@ -56,6 +56,7 @@ class PoolState:
             ``time.monotonic``: the pool's own times go back with the clock of the wall.
         unnamed: by model, leases on its engine that callers outside of requests took.
         lapsed: by model, such leases whose engine is gone and that are not released yet.
+        parked: what was taken out of engines and waits for them.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class PoolState:
         "dead",
         "lapsed",
         "leaving",
+        "parked",
         "reloading",
         "unloading",
         "unnamed",
@@ -80,6 +82,7 @@ class PoolState:
         self.unnamed: dict[str, int] = {}
         self.used: dict[str, float] = {}
         self.lapsed: dict[str, int] = {}
+        self.parked: set[Any] = set()
 
     def released(self, pool: Any, model: str) -> None:
         """A lease of ``model`` came back: tell what waits for that."""
