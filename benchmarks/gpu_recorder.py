@@ -4,7 +4,7 @@ The recorder lies inside omlx-admission's wrappers, so it sees oMLX's own work w
 engines take turns or not. A span ends when the streams it used have finished, so that
 work still in flight counts as the one whose it is. One JSON line a span goes to the file
 named by ``GPU_SPANS``; with ``GPU_TURNS`` one a turn, as the turn itself tells, to that
-file, with ``GPU_CHUNKS`` one a prefill chunk.
+file, with ``GPU_CHUNKS`` one a prefill chunk. ``GPU_STEP`` is the length of such a chunk.
 """
 
 from __future__ import annotations
@@ -115,6 +115,17 @@ def _record_chunks(lines: Lines) -> None:
     wrapt.register_post_import_hook(scheduler, "omlx.scheduler")
 
 
+def _set_step(tokens: int) -> None:
+    def init(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        scheduler.config.prefill_step_size = tokens
+
+    def scheduler(module: Any) -> None:
+        wrapt.wrap_function_wrapper(module, "Scheduler.__init__", init)
+
+    wrapt.register_post_import_hook(scheduler, "omlx.scheduler")
+
+
 def main() -> None:
     """Entry point; see the module's text. Hooks come first: the innermost wrappers."""
     if spans := os.environ.get("GPU_SPANS"):
@@ -123,6 +134,8 @@ def main() -> None:
         _record_turns(Lines(turns))
     if chunks := os.environ.get("GPU_CHUNKS"):
         _record_chunks(Lines(chunks))
+    if step := os.environ.get("GPU_STEP"):
+        _set_step(int(step))
     launch.main()
 
 

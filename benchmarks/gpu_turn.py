@@ -1,7 +1,8 @@
 """The GPU turn on a real oMLX: ``python -m benchmarks.gpu_turn --omlx-src DIR``.
 
-Four questions, one table each server: do turns keep engines apart, are they fair, what
-do they cost, and does oMLX's prefill fairness stay awake. Tiny models on the CPU: the
+Five questions, one table each server: do turns keep engines apart, are they fair, what
+do they cost, does oMLX's prefill fairness stay awake, and does a long prompt keep others
+from their first token. Tiny models on the CPU: the
 order of things is real, the GPU is not.
 """
 
@@ -347,6 +348,52 @@ def fairness(bench: Bench) -> None:
             )
 
 
+def prompt(bench: Bench, rounds: int) -> None:
+    """First tokens of a long prompt, and of a short one that comes in the middle of it."""
+    print("\nA prompt of 3,000 tokens on b in chunks of 256, a chat on a in the middle of it")
+    long = {
+        "model": "b",
+        "messages": [{"role": "user", "content": "word " * 700}],
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "stream": True,
+    }
+    firsts: dict[str, list[tuple[float, float, float]]] = {}
+    for _ in range(rounds):
+        for label, variables in (("turns off", _QUIET), ("turns", _TURN)):
+            with bench.server({**variables, "GPU_STEP": "256"}) as server:
+
+                async def scenario() -> tuple[float, float, float]:
+                    client = Client(server.url)
+                    for name in "ab":
+                        assert (await client.chat(name, tokens=4)).ok
+                    body = {
+                        **long,
+                        "messages": [{"role": "user", "content": "other " + "word " * 700}],
+                    }
+                    # oMLX's fairness forgets a decode after 2.5 s; until then it splits a
+                    # prompt into steps by itself.
+                    await asyncio.sleep(3.0)
+                    alone = await client.post("/v1/chat/completions", body)
+                    await asyncio.sleep(3.0)
+                    for_p = asyncio.create_task(client.post("/v1/chat/completions", long))
+                    await asyncio.sleep(0.5)
+                    a = await client.chat("a", tokens=4, stream=True)
+                    p = await for_p
+                    assert a.ok, a
+                    assert p.ok, p
+                    one, two, three = (x.chunks[0] - x.started for x in (alone, p, a))
+                    return one, two, three
+
+                firsts.setdefault(label, []).append(asyncio.run(scenario()))
+    for label, seen in firsts.items():
+        alone, long_one, short = (statistics.median(x) for x in zip(*seen, strict=True))
+        print(
+            f"  {label}: first token of a after {short:.2f} s, of b after {long_one:.2f} s "
+            f"(b alone: {alone:.2f} s)"
+        )
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -355,7 +402,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "what", nargs="*", default=["apart", "contenders", "fairness", "cost", "hand-over"]
+        "what",
+        nargs="*",
+        default=["apart", "contenders", "fairness", "prompt", "cost", "hand-over"],
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -368,6 +417,8 @@ def main() -> None:
                 contenders(bench)
             elif what == "fairness":
                 fairness(bench)
+            elif what == "prompt":
+                prompt(bench, arguments.rounds)
             elif what == "cost":
                 cost(bench, arguments.rounds)
             elif what == "hand-over":

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from . import holding
+from . import holding, length
 from . import turn as turns
 from .turn import TurnAbandoned
 
@@ -46,7 +46,7 @@ class Site:
 BURST = Site(
     "decode burst",
     "one burst a turn: decode, prefill chunks, MTP, prefix restore and what else a "
-    "scheduler step does",
+    "scheduler step does; longer beside long turns of others, shorter beside short ones",
 )
 PROMPT = Site(
     "prompt in one step",
@@ -211,7 +211,7 @@ def burst(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
             )
 
     try:
-        with _engine_turn(core, scheduler, BURST, drain_what_ran):
+        with _engine_turn(core, scheduler, BURST, drain_what_ran), _paced(core, state.name):
             outputs = wrapped(*args, **kwargs)
     except TurnAbandoned:
         # The engine's loop ends on this quietly; it has been cancelled anyway.
@@ -225,6 +225,36 @@ def burst(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
             # No request is left to be told.
             logger.warning("Draining '%s' failed: %s", state.name, failed)
     return outputs
+
+
+_BUDGETS = ("decode_burst_budget_s", "decode_burst_budget_single_s")
+_STEPS = "decode_burst_max_steps"
+
+
+@contextmanager
+def _paced(core: Any, name: str) -> Iterator[None]:
+    """A burst's budget follows the turns that it had to wait for, see `length`; where bursts
+    are switched off they stay so."""
+    config = getattr(core, "config", None)
+    turn = turns.current
+    others = None if turn is None else turn.others_since(name)
+    own = {key: getattr(config, key, 0) for key in (*_BUDGETS, _STEPS)}
+    if others is None or own[_STEPS] <= 1 or min(own.values()) <= 0:
+        yield
+        return
+    ours = {key: length.burst_s(own[key], *others) for key in _BUDGETS}
+    # The cap is on what one burst may list, at oMLX's own lengths.
+    longer = max(ours[key] / own[key] for key in _BUDGETS)
+    ours[_STEPS] = int(own[_STEPS] * max(1.0, longer))
+    for key, value in ours.items():
+        setattr(config, key, value)
+    try:
+        yield
+    finally:
+        for key, value in ours.items():
+            # The settings may have been changed meanwhile.
+            if getattr(config, key) == value:
+                setattr(config, key, own[key])
 
 
 def progress(wrapped: Any, _scheduler: Any, args: Any, kwargs: Any) -> Any:

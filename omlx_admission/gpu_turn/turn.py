@@ -12,6 +12,7 @@ in here is innermost and held for microseconds.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import threading
@@ -22,6 +23,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from . import length
 from .queue import TurnQueue
 
 logger = logging.getLogger("omlx.gpu_turn")
@@ -131,7 +133,8 @@ class Hold:
     def yield_turn(self, drain: Callable[[], None]) -> None:
         """In the middle of long work: let others have their turn, then wait for it again.
 
-        Does nothing where no thread waits, or where this hold lies inside another one.
+        Does nothing where no thread waits, where this hold lies inside another one, or
+        before a quantum of time has been held.
         ``drain`` waits for what this thread has in flight; its error is raised here and
         the turn is kept, for the holder's own clean-up.
 
@@ -140,7 +143,10 @@ class Hold:
             TurnTimeout: it did not come back within the limit; the hold is over.
         """
         ticket = self._ticket
-        if ticket is None or ticket.depth > 1 or not self._turn.contended:
+        turn = self._turn
+        if ticket is None or ticket.depth > 1 or not turn.contended:
+            return
+        if turn._clock() - ticket.start < turn.quantum_s:
             return
         drain()
         again = self._turn._again(ticket)
@@ -175,7 +181,7 @@ class GpuTurn:
     """The turn of one process. Thread-safe.
 
     ``stuck_s`` is the hold after which a holder is reported with its stack;
-    ``limit_s`` the longest wait.
+    ``limit_s`` the longest wait, ``quantum_s`` what work that pauses holds at least.
     """
 
     def __init__(
@@ -183,11 +189,13 @@ class GpuTurn:
         *,
         stuck_s: float = 60.0,
         limit_s: float = 600.0,
+        quantum_s: float = length.QUANTUM_S,
         listener: Listener | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stuck_s = stuck_s
         self.limit_s = limit_s
+        self.quantum_s = quantum_s
         self.listener = listener or Listener()
         self.observer: Callable[[Span], None] | None = None
         self._clock = clock
@@ -209,6 +217,14 @@ class GpuTurn:
         """Whether the calling thread has the turn."""
         holder = self._queue.holder
         return holder is not None and holder.thread is threading.current_thread()
+
+    def others_since(self, name: str) -> tuple[float, float] | None:
+        """The longest and the shortest turn of others since the last one of ``name``, in
+        seconds; None: there was none."""
+        with self._mutex:
+            own = itertools.takewhile(lambda span: span.name != name, reversed(self._recent))
+            held = [span.end - span.start for span in own]
+        return (max(held), min(held)) if held else None
 
     def acquire(
         self,

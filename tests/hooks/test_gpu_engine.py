@@ -38,6 +38,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def turn() -> gpu_turn.GpuTurn:
     assert gpu_turn.current is not None
+    gpu_turn.current.quantum_s = 0.0  # order, not time
     return gpu_turn.current
 
 
@@ -389,6 +390,82 @@ class TestPrompt:
             # oMLX takes the time of such a chunk for what others are owed.
             tracker.update("r", 2, 3, "m")
         assert handed == ["specprefill_scoring", "specprefill_sparse"]
+
+
+class TestLength:
+    """A burst's budget follows the turns of others, through oMLX's own fields."""
+
+    @staticmethod
+    def budgets(core: Any) -> tuple[float, float, int]:
+        config = core.config
+        return (
+            config.decode_burst_budget_s,
+            config.decode_burst_budget_single_s,
+            config.decode_burst_max_steps,
+        )
+
+    @pytest.mark.parametrize(
+        ("others", "within"),
+        [
+            (None, (0.03, 0.1, 64)),
+            ((0.1, 0.1), (0.05, 0.1, 106)),
+            ((0.5, 0.5), (0.25, 0.25, 533)),
+            ((4.0, 0.01), (1.5, 1.5, 3200)),
+            ((0.01, 0.005), (0.01, 0.01, 64)),
+        ],
+    )
+    async def test_it_is_there_for_the_burst_and_gone_after_it(
+        self,
+        bench: Bench,
+        turn: gpu_turn.GpuTurn,
+        monkeypatch: pytest.MonkeyPatch,
+        others: tuple[float, float] | None,
+        within: tuple[float, float, int],
+    ) -> None:
+        a = bench.core("a")
+        a.config.decode_burst_budget_s, a.config.decode_burst_budget_single_s = 0.03, 0.1
+        a.config.decode_burst_max_steps = 64
+        monkeypatch.setattr(turn, "others_since", lambda name: others)
+        seen: list[tuple[float, float, int]] = []
+        a.scheduler.script.append(lambda: seen.append(self.budgets(a)))
+        await a.start()
+        await bench.generate(a, 1)
+        assert seen == [within]
+        assert self.budgets(a) == (0.03, 0.1, 64)
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [("decode_burst_max_steps", 1), ("decode_burst_budget_s", 0.0)],
+    )
+    async def test_bursts_that_are_switched_off_stay_so(
+        self,
+        bench: Bench,
+        turn: gpu_turn.GpuTurn,
+        monkeypatch: pytest.MonkeyPatch,
+        field: str,
+        value: float,
+    ) -> None:
+        a = bench.core("a", budget_s=0.1)
+        setattr(a.config, field, value)
+        before = self.budgets(a)
+        monkeypatch.setattr(turn, "others_since", lambda name: (4.0, 4.0))
+        seen: list[tuple[float, float, int]] = []
+        a.scheduler.script.append(lambda: seen.append(self.budgets(a)))
+        await a.start()
+        await bench.generate(a, 1)
+        assert seen == [before]
+
+    async def test_a_setting_that_is_changed_meanwhile_stays(
+        self, bench: Bench, turn: gpu_turn.GpuTurn, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        a = bench.core("a", budget_s=0.1)
+        monkeypatch.setattr(turn, "others_since", lambda name: (4.0, 4.0))
+        a.scheduler.script.append(
+            lambda: setattr(a.config, "decode_burst_budget_single_s", 0.07)
+        )
+        await a.start()
+        await bench.generate(a, 1)
+        assert self.budgets(a)[:2] == (0.1, 0.07)
 
 
 class TestClosing:

@@ -48,6 +48,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture
 def turn(executor: Any) -> gpu_turn.GpuTurn:
     assert gpu_turn.current is not None
+    gpu_turn.current.quantum_s = 0.0  # order, not time
     return gpu_turn.current
 
 

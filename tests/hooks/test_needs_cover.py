@@ -185,6 +185,7 @@ NOT_THEIRS = {
     "gpu/engine.py:name": "KEEP_WARM, which has rows",
     "gpu/executors.py:submit": "Python's, of an executor",
     "gpu/shared.py:name": "a reranker's model's own",
+    "gpu_turn/sites.py:key": "budgets of a burst, which have rows",
     "gpu_turn/sites.py:name": "a model's own methods, of the libraries for speech",
     "gpu/native.py:current": "of the change that brings the turn to oMLX",
     "gpu/setting.py:KEY": "ours, put on oMLX's settings",

@@ -85,7 +85,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def turn() -> GpuTurn:
-    return GpuTurn()
+    return GpuTurn(quantum_s=0.0)
 
 
 @pytest.fixture
@@ -462,6 +462,27 @@ def test_g9_a_turn_that_was_never_handed_over_is_told_when_a_waiter_gives_up(
     c.release()
 
 
+def test_what_others_had_since_ones_own_turn(actors: list[Actor]) -> None:
+    now = [0.0]
+    turn = GpuTurn(clock=lambda: now[0])
+
+    def take(name: str, seconds: float) -> None:
+        hold = turn.acquire(name, "test")
+        now[0] += seconds
+        hold.release()
+
+    assert turn.others_since("a") is None
+    take("a", 1.0)
+    assert turn.others_since("a") is None
+    assert turn.others_since("b") == (1.0, 1.0)
+    for name, seconds in (("b", 4.0), ("c", 0.25), ("b", 2.0)):
+        take(name, seconds)
+    assert turn.others_since("a") == (4.0, 0.25)
+    take("a", 0.5)
+    assert turn.others_since("a") is None
+    assert turn.others_since("b") == (0.5, 0.5)
+
+
 class TestBreathing:
     """Long work that lets others in between two steps."""
 
@@ -523,6 +544,34 @@ class TestBreathing:
 
         a.do(pause).result(PATIENCE_S)
         assert not for_b.done()
+        a.release()
+        b.has_it(for_b)
+        b.release()
+
+    def test_not_before_a_quantum(self, actors: list[Actor]) -> None:
+        now = [0.0]
+        turn = GpuTurn(clock=lambda: now[0])
+        a, b, _, _ = actors
+        a.turn = b.turn = turn
+        a.ask().result(PATIENCE_S)
+        for_b = b.ask()
+
+        def pause() -> None:
+            assert a.hold is not None
+            a.hold.yield_turn(lambda: None)
+
+        now[0] = turn.quantum_s * 0.9
+        a.do(pause).result(PATIENCE_S)
+        assert turn.snapshot().holder == "a"
+        now[0] = turn.quantum_s * 1.1
+        paused = a.do(pause)
+        b.has_it(for_b)
+        b.release()
+        paused.result(PATIENCE_S)
+        # The quantum begins anew with the turn.
+        for_b = b.ask()
+        a.do(pause).result(PATIENCE_S)
+        assert turn.snapshot().holder == "a"
         a.release()
         b.has_it(for_b)
         b.release()

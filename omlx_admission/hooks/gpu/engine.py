@@ -55,6 +55,13 @@ NEEDS = (
     STEP,
     FAIL_ALL,
     VISION,
+    *read_if_there(
+        CORE,
+        "EngineConfig",
+        "decode_burst_budget_s",
+        "decode_burst_budget_single_s",
+        "decode_burst_max_steps",
+    ),
     *read_if_there(VLM, "VLMBatchedEngine", "_compute_vision_features", "_vlm_model"),
     *read_if_there(STT, "_WhisperRealtimeBackend", "_decode"),
     *read_if_there(STT, "_VoxtralRealtimeBackend", "_session"),

@@ -1,7 +1,8 @@
 """One engine on the GPU at a time, first come first served (``serialize_engine_gpu``).
 
 `queue` says who is next, `turn` adds the lock and the waiting, `holding` what a holder
-owes the next one, `sites` which work takes the turn; `decorators` is what the engines use.
+owes the next one, `sites` which work takes the turn, `length` for how long; `decorators` is
+what the engines use.
 """
 
 from .decorators import (

@@ -67,7 +67,7 @@ def _impatient(monkeypatch):
 
 @pytest.fixture
 def turn():
-    return GpuTurn()
+    return GpuTurn(quantum_s=0.0)
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def _impatient(monkeypatch):
 
 @pytest.fixture
 def turn(monkeypatch):
-    made = turns.GpuTurn()
+    made = turns.GpuTurn(quantum_s=0.0)
     monkeypatch.setattr(turns, "current", made)
     return made
 
