@@ -350,10 +350,10 @@ def fairness(bench: Bench) -> None:
 
 def prompt(bench: Bench, rounds: int) -> None:
     """First tokens of a long prompt, and of a short one that comes in the middle of it."""
-    print("\nA prompt of 3,000 tokens on b in chunks of 256, a chat on a in the middle of it")
+    print("\nA prompt of 2,000 tokens on b in chunks of 256, a chat on a in the middle of it")
     long = {
         "model": "b",
-        "messages": [{"role": "user", "content": "word " * 700}],
+        "messages": [{"role": "user", "content": "word " * 400}],
         "max_tokens": 4,
         "temperature": 0.0,
         "stream": True,
@@ -369,7 +369,7 @@ def prompt(bench: Bench, rounds: int) -> None:
                         assert (await client.chat(name, tokens=4)).ok
                     body = {
                         **long,
-                        "messages": [{"role": "user", "content": "other " + "word " * 700}],
+                        "messages": [{"role": "user", "content": "other " + "word " * 400}],
                     }
                     # oMLX's fairness forgets a decode after 2.5 s; until then it splits a
                     # prompt into steps by itself.
