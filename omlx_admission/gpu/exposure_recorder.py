@@ -140,6 +140,13 @@ class ExposureRecorder:
         with self._lock:
             self._presence.end(self._clock(), self._wall())
 
+    def leave(self) -> None:
+        """The process ends itself now, for a reason that has been noted: not in good order,
+        and not suddenly either."""
+        self.flush(sync=True, compact=False)
+        with self._lock:
+            self._presence.end(self._clock(), self._wall())
+
     def flush(self, *, sync: bool = False, compact: bool = True) -> bool:
         """Append what is not in the file yet. False: it could not be, and is kept."""
         with self._writing:

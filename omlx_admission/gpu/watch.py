@@ -167,15 +167,15 @@ class Watch:
             return None
         self._note(fault, str(error), engine)
         if fault is GpuFault.SUBMISSIONS_IGNORED and self.exit is not None:
-            self.end_ledger()
+            self.leave()
             self.exit(f"the GPU driver ignores this process's submissions ({error})")
         return fault
 
     @_raises_nothing
-    def end_ledger(self) -> None:
-        """The process ends now, and why is in the ledger."""
+    def leave(self) -> None:
+        """The process ends itself now: what was counted is on disk."""
         if self.recorder is not None:
-            self.recorder.close()
+            self.recorder.leave()
 
     def saw_text(self, text: str, engine: str) -> GpuFault | None:
         """The same for an error text that oMLX made of an exception which it swallowed.

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from omlx_admission.gpu import exposure_file
+from omlx_admission.gpu import exposure_file, presence
+from omlx_admission.gpu.exposure import Cell, Record
 from omlx_admission.surfaces.demo.client import Answer, Client
 from standin import tinymodels
 from standin.server import Server
 
 from .conftest import Omlx, said
 
+FILE = exposure_file.FILE_NAME
 IGNORED = (
     "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU "
     "errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"
@@ -217,7 +219,7 @@ def test_the_ledger_counts_two_busy_engines_and_both_ends_of_the_run(
     server = gpu_serve()
     everything_at_once(server)
     server.__exit__()
-    lines = exposure_file.read(tmp_path / "base" / exposure_file.FILE_NAME).lines
+    lines = exposure_file.read(tmp_path / "base" / FILE).lines
     assert sum(line.starts for line in lines) == sum(line.stops for line in lines) == 1
     total = lines[0].record
     for line in lines[1:]:
@@ -247,10 +249,71 @@ async def test_a_process_in_the_penalty_box_ends_itself(
     if omlx.native or takes_turns_itself(omlx):
         return  # it left by itself, perhaps before our log and ledger could see why
     assert "GPU fault SubmissionsIgnored in 'a'" in server.log
-    lines = exposure_file.read(tmp_path / "base" / exposure_file.FILE_NAME).lines
-    # The fault says why it ended; it does not count as a sudden end once more.
+    lines = exposure_file.read(tmp_path / "base" / FILE).lines
     assert any(line.record.faults for line in lines)
-    assert sum(line.starts for line in lines) == sum(line.stops for line in lines) == 1
+    assert not any(line.stops for line in lines)
+    # Why it ended is known; its next start does not call that sudden.
+    assert not any(lives for _, lives in presence.states(tmp_path / "base" / FILE))
+    gpu_serve().__exit__()
+    lines = exposure_file.read(tmp_path / "base" / FILE).lines
+    assert not any(line.record.ended for line in lines)
+
+
+async def test_g8_a_killed_server_is_counted_by_what_was_busy(
+    gpu_serve: Callable[..., GpuServer], tmp_path: Path, omlx: Omlx
+) -> None:
+    if omlx.native:
+        pytest.skip("the ledger is this package's")
+    server = gpu_serve()
+    path = tmp_path / "base" / FILE
+    client = Client(server.url, timeout=30)
+    assert (await client.chat("a", tokens=4)).ok
+    assert (await client.chat("b", tokens=4)).ok
+    chats = [asyncio.create_task(client.chat(name, tokens=2000)) for name in "ab"]
+    for _ in range(2000):
+        if [state.cell.busy for state, _ in presence.states(path)] == [2]:
+            break
+        await asyncio.sleep(0.01)
+    else:
+        raise AssertionError("two engines were never busy")
+    assert server._process is not None
+    server._process.kill()
+    await asyncio.gather(*chats)
+    await asyncio.to_thread(server._process.wait)
+    second = gpu_serve()
+    lines = exposure_file.read(path).lines
+    assert [dict(line.record.ended) for line in lines if line.record.ended] == [
+        {Cell(2, 0, False): 1}
+    ]
+    second.__exit__()
+    assert not list(presence.folder_of(path).iterdir())
+
+
+async def test_g7_two_servers_on_one_base_path_are_two_engines(
+    gpu_serve: Callable[..., GpuServer], tmp_path: Path, omlx: Omlx
+) -> None:
+    if omlx.native:
+        pytest.skip("the ledger is this package's")
+    first, second = gpu_serve(), gpu_serve()
+    path = tmp_path / "base" / FILE
+    ours, theirs = Client(first.url, timeout=60), Client(second.url, timeout=60)
+    for client in (ours, theirs):
+        assert (await client.chat("a", tokens=4)).ok
+    chats = [asyncio.create_task(client.chat("a", tokens=600)) for client in (ours, theirs)]
+    for _ in range(2000):
+        if sorted(state.cell.busy for state, _ in presence.states(path)) == [1, 1]:
+            break
+        await asyncio.sleep(0.01)
+    else:
+        raise AssertionError("both were never busy at once")
+    assert all(answer.ok for answer in await asyncio.gather(*chats))
+    for server in (first, second):
+        server.__exit__()
+    total = Record()
+    for line in exposure_file.read(path).lines:
+        total.add(line.record)
+    assert total.across > 0
+    assert total.hours(busy=2, serialised=False) == pytest.approx(total.across / 3600)
 
 
 async def test_switched_off_it_goes_on_as_stock_does(

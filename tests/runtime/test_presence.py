@@ -177,6 +177,19 @@ def test_g8_a_process_that_ended_suddenly_is_counted_by_what_was_busy(
     assert by_version == ["0.32.2"] * 3
 
 
+def test_g8_a_process_that_ends_itself_for_a_reason_has_not_ended_suddenly(
+    tmp_path: Path, clock: Clock
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    end = "r.leave(); os._exit(70)"
+    program = KILLED.format(path=str(path), engines="ab", on=False, end=end)
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 70
+    recorder(path, clock).close()
+    assert total(path).ended == {}
+    lines = read(path).lines
+    assert (sum(n.starts for n in lines), sum(n.stops for n in lines)) == (2, 1)
+
+
 def test_a_living_process_is_not_taken_for_one_that_ended(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "ledger.jsonl"
     a = recorder(path, clock)

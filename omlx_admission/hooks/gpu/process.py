@@ -19,7 +19,7 @@ class _Listener(gpu_turn.Listener):
 
     def stuck(self, text: str) -> None:
         if process.exit_on_stuck is not None:
-            watch.end_ledger()
+            watch.leave()
             process.exit_on_stuck(f"the GPU turn is stuck ({text})")
 
     def failed(self, error: BaseException, name: str) -> None:
