@@ -37,5 +37,6 @@ them out and waits. It talks to the pool by a port, and nothing calls it yet.
         "benchmarks/simulation/world.py",
         "tests/policy/test_admission.py",
         "tests/policy/test_cancel_windows.py",
+        "tests/policy/test_parking.py",
     ),
 )
