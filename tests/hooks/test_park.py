@@ -1,7 +1,7 @@
 """Rows of a batch are taken out of one engine's scheduler and go on in another one.
 
-On a real oMLX only: the stand-in's scheduler decodes each request by itself, and has no
-batch of mlx-lm's that could move.
+Mostly on a real oMLX only: the stand-in's scheduler decodes each request by itself, and has
+no batch of mlx-lm's that could move.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from typing import Any
 import pytest
 
 import standin
+from omlx_admission.hooks.install import State
 from omlx_admission.hooks.park import rows
+from omlx_admission.hooks.patching import gate
+from omlx_admission.settings import Settings
 from standin import tinymodels
+from tests.hooks.decided import decided
 
 #: oMLX's own imports.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -240,3 +244,23 @@ def test_what_is_not_known_is_not_moved(make_core: Callable[[], Any]) -> None:
 def test_the_batch_of_this_mlx_lm_is_the_known_one(omlx: Any) -> None:
     batch = sys.modules["omlx.scheduler"].GenerationBatch.empty(None, None)
     assert rows.unknown_batch(batch) is None
+
+
+def test_it_is_off_unless_it_is_wanted(omlx_found: gate.Found) -> None:
+    assert decided(Settings()).verdict("park").state is State.OFF
+
+
+def test_it_needs_all_that_it_stands_on(omlx: Any) -> None:
+    assert decided(Settings(park=True)).verdict("park").state is State.READY
+    for field, name in (("resident_path", "resident"), ("off_loop_close", "off_loop_close")):
+        verdict = decided(Settings(park=True, **{field: False})).verdict("park")
+        assert verdict.state is State.OFF
+        assert f"our '{name}' (off)" in verdict.reasons[0]
+
+
+def test_an_omlx_without_such_a_batch_runs_stock(omlx_found: gate.Found) -> None:
+    if not omlx_found.root.is_relative_to(standin.PATH):
+        pytest.skip("the stand-in is one")
+    verdict = decided(Settings(park=True)).verdict("park")
+    assert verdict.state is State.REFUSED
+    assert "omlx.scheduler:GenerationBatch is missing" in verdict.reasons

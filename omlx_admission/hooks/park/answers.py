@@ -92,6 +92,8 @@ class Stream:
         )
 
     def put_into(self, core: Any, name: str) -> None:
+        # Behind a detached stream it may have been begun, and ended, before it was aborted.
+        core._finished_at.pop(name, None)
         core._output_collectors[name] = self.collector
         if self.state is not None:
             core._stream_states[name] = self.state
@@ -241,8 +243,9 @@ class Parked:
         """Streams are those of ``core`` from now on."""
         kept = on_core(core)
         for name, stream in self.streams.items():
+            # Where it is the core that they were taken from, it is told itself again.
+            kept.moved.pop(name, None)
             if name not in self.gone:
-                kept.moved.pop(name, None)
                 stream.put_into(core, name)
         self.core = weakref.ref(core)
 
@@ -269,8 +272,7 @@ class Parked:
 
     def put_back(self, engine: Any, answers: Iterable[Answer]) -> None:
         """Go on in ``engine``, on which a lease is held for each of ``answers``."""
-        entry = self.pool._entries[self.model]
-        core = engine._engine.engine
+        # Leases first: whatever fails then, their requests give them back.
         reference = leases.reference(engine)
         for answer in answers:
             answer.waits_no_more()
@@ -281,11 +283,13 @@ class Parked:
                 continue
             give_back = functools.partial(leases.give_back, self.pool, self.model, reference)
             _move(answer.held, reference, give_back)
+        core, entry = engine._engine.engine, self.pool._entries[self.model]
         if entry.runtime_settings_signature != self.signature:
             error = RuntimeError("its settings have changed")
-            for answer in self.answers:
-                answer.lost(error)
             self.core = holding.no_engine
+            for answer in self.answers:
+                if not answer.names <= self.gone:
+                    answer.lost(error)
             return
         self._stand_for(engine)
         owners = on_core(core).owners

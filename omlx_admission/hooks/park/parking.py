@@ -40,7 +40,7 @@ from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.hooks.patching.switches import switches
 from omlx_admission.hooks.pool import off_loop, resident
-from omlx_admission.hooks.pool.state import PoolState, in_background, state_of
+from omlx_admission.hooks.pool.state import in_background, state_of
 from omlx_admission.hooks.server import requests as requests_hook
 
 logger = logging.getLogger("omlx.admission")
@@ -113,7 +113,10 @@ def _why_not(core: Any) -> str | None:
 
 def parked_bytes(pool: Any) -> int:
     """What the parked answers of a pool hold."""
-    return sum(parked.bytes for parked in state_of(pool).parked)
+    state = state_of(pool)
+    for parked in [p for p in state.parked if p.streams.keys() <= p.gone]:
+        state.parked.discard(parked)  # all of its clients have left
+    return sum(parked.bytes for parked in state.parked)
 
 
 def park(pool: Any, model: str, most: int | None) -> None:
@@ -260,12 +263,6 @@ def put_back(pool: Any, model: str, engine: Any, answers: Sequence[ParkedAnswer]
             faults.note("the return of parked answers", error)
             for answer in mine:
                 answer.lost(error)
-    _forget_ended(state)
-
-
-def _forget_ended(state: PoolState) -> None:
-    for parked in [p for p in state.parked if p.streams.keys() <= p.gone]:
-        state.parked.discard(parked)
 
 
 # -- wrappers ------------------------------------------------------------------------------
