@@ -269,3 +269,18 @@ def test_g1_a_turn_that_hangs_is_told_without_its_stack(
     assert status.build(facts, seen)["health"]["ok"]
     assert "the turn of 'a' goes on" in caplog.text
     assert seen.turn_holds["a"].count == 1
+
+
+def test_g10_the_places_of_the_turn_are_those_of_the_code_that_runs(mocker: Any) -> None:
+    """An upgrade under a running server changes the sources, and a poll must not read them."""
+    from omlx_admission.hooks import install
+    from omlx_admission.hooks.gpu import sites
+    from omlx_admission.hooks.server import surface_sections
+
+    found = [sites.Site("decode burst", True, "as it was at the start")]
+    mocker.patch.object(install, "current", return_value=mocker.Mock(sites=found))
+    mocker.patch.object(sites, "present", side_effect=AssertionError)
+    mocker.patch("builtins.open", side_effect=AssertionError)
+    for _ in range(2):
+        section = surface_sections.turn_section()
+        assert [place["name"] for place in section["sites"]] == ["decode burst"]
