@@ -354,9 +354,8 @@ def prompt(bench: Bench, rounds: int) -> None:
     long = {
         "model": "b",
         "messages": [{"role": "user", "content": "word " * 400}],
-        "max_tokens": 4,
+        "max_tokens": 1,
         "temperature": 0.0,
-        "stream": True,
     }
     firsts: dict[str, list[tuple[float, float, float]]] = {}
     for _ in range(rounds):
@@ -378,11 +377,11 @@ def prompt(bench: Bench, rounds: int) -> None:
                     await asyncio.sleep(3.0)
                     for_p = asyncio.create_task(client.post("/v1/chat/completions", long))
                     await asyncio.sleep(0.5)
-                    a = await client.chat("a", tokens=4, stream=True)
+                    a = await client.chat("a", tokens=1)
                     p = await for_p
                     assert a.ok, a
                     assert p.ok, p
-                    one, two, three = (x.chunks[0] - x.started for x in (alone, p, a))
+                    one, two, three = alone.seconds, p.seconds, a.seconds
                     return one, two, three
 
                 firsts.setdefault(label, []).append(asyncio.run(scenario()))
