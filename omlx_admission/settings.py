@@ -34,7 +34,8 @@ class Settings(Config):
     leases: bool = True
     off_loop_close: bool = True
     load_thread: bool = False
-    serialize_engine_gpu: bool = False
+    #: ``auto`` and ``alternate`` are words of `gpu_turns`.
+    serialize_engine_gpu: bool | str = False
     exposure: bool = True
     exit_on_gpu_lockout: bool = True
     exit_on_gpu_stuck: bool = False
@@ -45,6 +46,17 @@ class Settings(Config):
     surfaces: bool = True
     stuck_s: float | None = None
     strict: bool = False
+
+
+#: When engines take turns on the GPU, but for always and never.
+GPU_MODES = ("auto", "alternate")
+GPU_TURNS = f"0, 1, {' or '.join(GPU_MODES)}"
+
+
+def gpu_turns(text: str) -> bool | str:
+    """Whether engines take turns on the GPU, or when."""
+    word = text.strip().lower()
+    return word if word in GPU_MODES else switch(word)
 
 
 _OF_CORE = {variable.name: variable for variable in variables.VARIABLES}
@@ -111,10 +123,11 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "OMLX_SERIALIZE_ENGINE_GPU",
         "serialize_engine_gpu",
-        switch,
-        SWITCH,
-        "one engine on the GPU at a time; takes precedence over scheduler.serialize_engine_gpu "
-        "in oMLX's settings file",
+        gpu_turns,
+        GPU_TURNS,
+        "one engine on the GPU at a time; auto: from the first GPU hang with two engines busy "
+        "on; alternate: on and off by the hour, for `omlx-admission report`; takes precedence "
+        "over scheduler.serialize_engine_gpu in oMLX's settings file",
     ),
     Variable(
         "OMLX_ADMISSION_GPU_STUCK_S",

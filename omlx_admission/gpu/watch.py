@@ -116,11 +116,13 @@ class Watch:
     Attributes:
         recorder: the exposure ledger; None before the server knows its base path.
         exit: ends the process, given a reason; None where it must go on.
+        on_lockup: called at a lockup with two engines busy, after it is counted, or None.
         turn: the turn that engines take, or None.
     """
 
     recorder: ExposureRecorder | None = None
     exit: Callable[[str], object] | None = None
+    on_lockup: Callable[[], None] | None = None
     turn: Callable[[], gpu_turn.GpuTurn | None] = lambda: gpu_turn.current
     clock: Callable[[], float] = time.monotonic
     replays: Replays = field(default_factory=Replays)
@@ -225,6 +227,8 @@ class Watch:
             self.faults[key] = Fault(engine, fault, text[:500], time.time(), circumstances)
         if self.recorder is not None:
             self.recorder.fault(engine, fault, began=began)
+        if self.on_lockup is not None and fault.is_lockup and len(self.busy_now) > 1:
+            self.on_lockup()
 
     def _began(self, now: float) -> float:
         """When the work that failed on this thread began: where it waited for its turn
@@ -238,7 +242,9 @@ class Watch:
     def _may_help(self, fault: GpuFault) -> bool:
         """Whether the advice may, and has not been given."""
         first = not any(known.is_lockup for _, known in self.faults)
-        return fault.is_lockup and first and self.turn() is None and len(self.busy_now) > 1
+        if self.on_lockup is not None or self.turn() is not None:
+            return False
+        return fault.is_lockup and first and len(self.busy_now) > 1
 
     @_raises_nothing
     def _circumstances(self, now: float) -> str:

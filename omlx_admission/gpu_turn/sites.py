@@ -115,12 +115,13 @@ class EngineClosing(RuntimeError):
 class Engine:
     """What is kept per engine, on its scheduler. Loop and engine thread; plain flags."""
 
-    __slots__ = ("closing", "error", "name")
+    __slots__ = ("closing", "error", "name", "turn")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.closing = False
         self.error: BaseException | None = None
+        self.turn: turns.GpuTurn | None = None  # that it asked for last
 
 
 _ATTRIBUTE = "_gpu_turn_engine"
@@ -146,16 +147,18 @@ def engine_of(scheduler: Any, core: Any = None) -> Engine:
 def enter(core: Any) -> None:
     """The engine starts: it may wait for the turn."""
     scheduler = getattr(core, "scheduler", None)
-    if turns.current is not None and scheduler is not None:
+    if scheduler is not None and (turns.current is not None or hasattr(scheduler, _ATTRIBUTE)):
         engine_of(scheduler, core).closing = False
 
 
 def leave(core: Any) -> None:
     """The engine stops or closes: nothing on its thread waits for the turn any more."""
     scheduler = getattr(core, "scheduler", None)
-    if turns.current is not None and scheduler is not None:
-        engine_of(scheduler, core).closing = True
-        turns.current.abandon(scheduler)
+    if scheduler is not None and (turns.current is not None or hasattr(scheduler, _ATTRIBUTE)):
+        state = engine_of(scheduler, core)
+        state.closing = True
+        if state.turn is not None:
+            state.turn.abandon(scheduler)
 
 
 def _engine_turn(
@@ -167,6 +170,7 @@ def _engine_turn(
     optional: bool = False,
 ) -> AbstractContextManager[None]:
     state = engine_of(scheduler, core)
+    state.turn = turns.current
     return holding.holding(
         state.name,
         site.name,
@@ -195,12 +199,14 @@ def burst(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     burst has finished are delivered first. So it is raised by the next burst.
     """
     scheduler = core.scheduler
-    if turns.current is None or scheduler is None:
+    if scheduler is None or (turns.current is None and not hasattr(scheduler, _ATTRIBUTE)):
         return wrapped(*args, **kwargs)
     state = engine_of(scheduler, core)
     error, state.error = state.error, None
     if error is not None:
         raise error
+    if turns.current is None:  # any more
+        return wrapped(*args, **kwargs)
     outputs: Any = None
 
     def drain_what_ran() -> None:

@@ -27,9 +27,17 @@ def decided(folder: Path, **environ: str) -> tuple[Settings, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("value", "on"), [(True, True), ("on", True), (False, False), (0, False)]
+    ("value", "on"),
+    [
+        (True, True),
+        ("on", True),
+        (False, False),
+        (0, False),
+        ("auto", "auto"),
+        ("alternate", "alternate"),
+    ],
 )
-def test_the_file_switches_it(tmp_path: Path, value: Any, on: bool) -> None:
+def test_the_file_switches_it(tmp_path: Path, value: Any, on: bool | str) -> None:
     write(tmp_path, value)
     settings, problems = decided(tmp_path)
     assert (settings.serialize_engine_gpu, settings.keep_gpu_setting) == (on, True)
@@ -50,6 +58,7 @@ def test_a_value_that_is_neither_is_said_and_ignored(tmp_path: Path) -> None:
     assert not settings.serialize_engine_gpu
     assert len(problems) == 1
     assert "'sometimes'" in problems[0]
+    assert "true, false, auto or alternate" in problems[0]
     assert "settings.json" in problems[0]
 
 

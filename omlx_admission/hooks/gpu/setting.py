@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omlx_admission.core.variables import OFF_WORDS, ON_WORDS
 from omlx_admission.hooks.patching.gate import Kind, Need
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Wanted
-from omlx_admission.settings import Settings
+from omlx_admission.settings import GPU_MODES, Settings, gpu_turns
 
 MODULE = "omlx.settings"
 KEY = "serialize_engine_gpu"
@@ -71,7 +70,7 @@ def base_path(
     return Path(moved).expanduser() if moved else Path.home() / ".omlx"
 
 
-def read(folder: Path) -> tuple[object, str | None]:
+def read(folder: Path) -> tuple[bool | str | None, str | None]:
     """The key's value in ``folder``'s settings file (None: not there), and a problem."""
     path = folder / "settings.json"
     try:
@@ -84,10 +83,11 @@ def read(folder: Path) -> tuple[object, str | None]:
     value = section.get(KEY) if isinstance(section, dict) else None
     if value is None or isinstance(value, bool):
         return value, None
-    word = str(value).strip().lower()
-    if word in ON_WORDS or word in OFF_WORDS:
-        return word in ON_WORDS, None
-    return None, f"scheduler.{KEY}={value!r} in {path} is not true or false; ignored"
+    try:
+        return gpu_turns(str(value)), None
+    except ValueError:
+        modes = " or ".join(GPU_MODES)
+        return None, f"scheduler.{KEY}={value!r} in {path} is not true, false, {modes}; ignored"
 
 
 def with_file(
@@ -102,7 +102,7 @@ def with_file(
     source = os.environ if environ is None else environ
     if source.get(VARIABLE, "").strip():
         return replace(settings, keep_gpu_setting=True)
-    return replace(settings, keep_gpu_setting=True, serialize_engine_gpu=bool(value))
+    return replace(settings, keep_gpu_setting=True, serialize_engine_gpu=value)
 
 
 def from_dict(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:

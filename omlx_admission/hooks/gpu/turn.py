@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from omlx_admission.hooks.gpu import engine as gpu_engine
@@ -12,6 +13,8 @@ from omlx_admission.hooks.gpu.process import process
 from omlx_admission.hooks.patching.ledger import Ledger
 from omlx_admission.hooks.patching.part import Part, Wanted
 from omlx_admission.settings import Settings
+
+logger = logging.getLogger("omlx.admission")
 
 #: A waiter gives up after this many times the limit at which a holder is reported: long
 #: enough for work of minutes that offers no step between.
@@ -24,8 +27,14 @@ def apply_turn(_module: Any, _ledger: Ledger, wanted: Wanted) -> None:
     stuck_s = wanted.settings.gpu_stuck_s
     # Where nothing is reported, a waiter is as patient as by default.
     patience_s = GIVE_UP_TIMES * (stuck_s or Settings.gpu_stuck_s)
+    mode = wanted.settings.serialize_engine_gpu
+    if mode == "auto" and not wanted.features & {"exposure", "gpu_lockout"}:
+        logger.warning(
+            "admission: with serialize_engine_gpu auto a GPU hang switches turns on, and hangs "
+            "are seen with OMLX_ADMISSION_EXPOSURE or OMLX_ADMISSION_EXIT_ON_GPU_LOCKOUT only"
+        )
     process.take_turns(
-        stuck_s=stuck_s or float("inf"), limit_s=max(GIVE_UP_AT_LEAST_S, patience_s)
+        mode, stuck_s=stuck_s or float("inf"), limit_s=max(GIVE_UP_AT_LEAST_S, patience_s)
     )
 
 
