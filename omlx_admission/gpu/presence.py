@@ -17,7 +17,6 @@ import fcntl
 import json
 import logging
 import math
-import mmap
 import os
 import secrets
 import struct
@@ -117,7 +116,7 @@ def _free(fd: int) -> bool:
 def _read(name: str, raw: bytes) -> State | None:
     try:
         mark, at, seen, spent, lockup, *cell, ended = _HEAD.unpack_from(raw)
-        fixed = json.loads(raw[_HEAD.size :].rstrip(b"\0"))
+        fixed = json.loads(raw[_HEAD.size :])
         busy, long, serialised = cell
         return (
             State(
@@ -150,7 +149,6 @@ class Presence:
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._fixed: dict[str, Any] = {"began": began, "versions": versions}
         self._fd = -1
-        self._map: mmap.mmap | None = None
         self._at = 0.0
         self._cell = Cell(0, 0, False)
         self._spent = 0.0
@@ -168,8 +166,6 @@ class Presence:
             self._fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             os.pwrite(self._fd, json.dumps(self._fixed).encode(), _HEAD.size)
-            os.ftruncate(self._fd, _SIZE)
-            self._map = mmap.mmap(self._fd, _SIZE)
             self.say(self._cell, now, wall)
             os.rename(made, folder / self.name)
             self.others(now)  # how long they worked before is no business of this one
@@ -189,8 +185,14 @@ class Presence:
         if self._cell.busy:
             self._spent += max(0.0, now - self._at)
         self._cell, self._at = cell, now
-        if self._map is not None:
-            _HEAD.pack_into(self._map, 0, _MARK, now, wall, self._spent, lockup, *cell, ended)
+        if self._fd < 0:
+            return
+        # Not by a mapping of the file: on a full disk that would end the process.
+        head = _HEAD.pack(_MARK, now, wall, self._spent, lockup, *cell, ended)
+        try:
+            os.pwrite(self._fd, head, 0)
+        except OSError:
+            self._take_away()
 
     def others(self, now: float) -> Others:
         """What the others do, and for how long they worked since this was last asked.
@@ -246,8 +248,5 @@ class Presence:
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
-        kept, self._map = self._map, None
-        if kept is not None:
-            kept.close()
         if fd >= 0:
             os.close(fd)

@@ -223,3 +223,22 @@ def test_a_disk_that_refuses_leaves_it_alone(tmp_path: Path, clock: Clock) -> No
     clock.now += 5.0
     a.close()
     assert total(path).seconds[Cell(1, 0, False)] == pytest.approx(5.0)
+
+
+def test_a_disk_that_fills_up_ends_nothing_but_the_file(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    a = recorder(path, clock)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr(presence.os, "pwrite", full)
+    a.busy("glm")
+    clock.now += 5.0
+    a.idle("glm")
+    monkeypatch.undo()
+    assert not list(presence.folder_of(path).iterdir()), "nothing that is not true any more"
+    a.close()
+    assert total(path).seconds[Cell(1, 0, False)] == pytest.approx(5.0)
