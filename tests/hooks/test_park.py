@@ -20,6 +20,7 @@ from omlx_admission.hooks.park import rows
 from omlx_admission.hooks.patching import gate
 from omlx_admission.settings import Settings
 from standin import tinymodels
+from tests.hooks import park_models
 from tests.hooks.decided import decided
 
 #: oMLX's own imports.
@@ -62,6 +63,24 @@ def make_core(omlx: Any, folder: Path) -> Iterator[Callable[[], Any]]:
 
     def make() -> Any:
         model, tokenizer = load(str(folder))
+        made.append(omlx.EngineCore(model, tokenizer))
+        return made[-1]
+
+    yield make
+    for core in made:
+        core.close()
+
+
+@pytest.fixture
+def make_shaped(omlx: Any, folder: Path) -> Iterator[Callable[[str, str], Any]]:
+    """Cores with models of other shapes."""
+    from mlx_lm.utils import load_tokenizer
+
+    made: list[Any] = []
+
+    def make(shape: str, dtype: str) -> Any:
+        tokenizer = load_tokenizer(folder)
+        model = park_models.make(shape, dtype, len(tokenizer.get_vocab()))
         made.append(omlx.EngineCore(model, tokenizer))
         return made[-1]
 
@@ -145,6 +164,50 @@ def test_an_answer_goes_on_as_if_nothing_had_been(
     for at in (count + 1, count + 9):
         then = moved(make_core, count, at, **params)
         assert (then.text, then.ends) == (alone.text, alone.ends), at
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", park_models.SHAPES)
+def test_so_it_does_with_windows_and_recurrent_states(
+    make_shaped: Callable[[str, str], Any], shape: str, dtype: str
+) -> None:
+    def make() -> Any:
+        return make_shaped(shape, dtype)
+
+    for count in (1, 3):
+        alone = whole(make, count, **KINDS["penalties"])
+        then = moved(make, count, count + 8, **KINDS["penalties"])
+        assert (then.text, then.ends) == (alone.text, alone.ends), count
+
+
+def prefilled(make_core: Callable[[], Any], at: int, **params: Any) -> Said:
+    """What parking is not: the answer so far is prefilled in the other engine."""
+    from omlx.request import Request, SamplingParams
+
+    old, new, said = make_core(), make_core(), Said()
+    add(old, 1, **params)
+    go_on(old, said, at)
+    request = old.scheduler.requests["r0"]
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    left = TOKENS - len(request.output_token_ids)
+    again = Request("r0", tokens, SamplingParams(max_tokens=left, **params))
+    run_on(new, lambda: new.scheduler.add_request(again))
+    go_on(new, said)
+    return said
+
+
+def test_a_prefill_in_its_place_is_seen_where_kernels_round_as_on_a_gpu(
+    make_shaped: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Any:
+        return make_shaped("gemma3_text", "bfloat16")
+
+    park_models.HalvedLinear(monkeypatch)
+    params = KINDS["greedy"]
+    alone = whole(make, 1, **params)
+    places = range(2, 20, 3)
+    assert {moved(make, 1, at, **params).text["r0"] for at in places} == {alone.text["r0"]}
+    assert {prefilled(make, at, **params).text["r0"] for at in places} != {alone.text["r0"]}
 
 
 def test_it_may_be_moved_after_each_of_its_tokens(make_core: Callable[[], Any]) -> None:
