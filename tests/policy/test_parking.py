@@ -169,6 +169,14 @@ def test_parked_answers_come_back_all_at_once_whatever_the_places() -> None:
     assert (made.waiting, made.parked) == (1, 0)
 
 
+def test_parked_answers_fill_the_places_before_newcomers() -> None:
+    made, waiters = parked_for_b()
+    newcomers = [made.enqueue(A, 60, 61.0, 300.0) for _ in range(3)]
+    made.load_succeeded(B, 70.0)
+    made.step(pool(ModelView("b", 60), parked=4), 70.0)
+    assert made.load_succeeded(A, 80.0, places=3) == (*waiters, newcomers[0])
+
+
 def test_the_drain_that_parked_it_says_nothing_of_how_long_drains_take() -> None:
     made, _ = parked_for_b()
     assert made.estimates.drain("a") == AdmissionPolicy().estimates.drain("a")

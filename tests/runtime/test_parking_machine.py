@@ -266,6 +266,7 @@ class Busy:
         self.began: dict[Answer, float] = {}
         self.silences: list[float] = []
         self.waits: list[float] = []
+        self.asked: list[str] = []
         self.turns: list[float] = []
         self.taken_at: dict[str, float] = {}
         self.loaded_at = {"a": 0.0, "b": 0.0}
@@ -278,7 +279,9 @@ class Busy:
 
     async def request(self, model: str) -> None:
         asked = self.loop.time()
+        self.asked.append(model)
         await self.admission.acquire(self.pool.ask(model))
+        self.asked.remove(model)
         self.waits.append(self.loop.time() - asked)
         self.count += 1
         self.running[self.count] = model
@@ -320,8 +323,9 @@ class Busy:
         for _ in range(seconds):
             if len(self.tasks) < 4:
                 model = self.random.choice("ab")
-                served = sum(m == model for m in self.running.values())
-                if served < 2 and self.random.random() < 0.2:
+                # No more than there are places: who waits for one waits for an answer's end.
+                held = [*self.running.values(), *(a.model for a in self.parked), *self.asked]
+                if held.count(model) < 4 and self.random.random() < 0.2:
                     task = self.loop.create_task(self.request(model))
                     self.tasks.add(task)
                     task.add_done_callback(self.tasks.discard)

@@ -233,7 +233,8 @@ class Queues:
             self.parked -= queue.parked
             self._drop(target)
         else:
-            waiters = self._first(queue, places)
+            # Parked answers come back whatever the places, and fill them first.
+            waiters = self._first(queue, max(0, places - queue.parked))
             if not waiters:
                 return ()
             self._order = None
