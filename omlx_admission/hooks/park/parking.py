@@ -229,6 +229,8 @@ def _check_owners(
         owner = owners[name]
         if owner is None:
             raise rows.NotParkable("it works for a job of the server's own")
+        if owner.cut is None:
+            raise rows.NotParkable("it works for an open socket")
         held = owner.handed.get(model)
         if owner.ended or held is None or held.engine() is not engine:
             raise rows.NotNow("a request is on its way out")
